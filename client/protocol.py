@@ -1,0 +1,339 @@
+"""Messages between clients, tools and the daemon: one pydantic model each, imported by both sides.
+
+Two transports carry them: the attach socket (one JSON object a SEQPACKET datagram; descriptors ride along) and the
+control API (HTTP+JSON on a Unix socket). Unknown fields from a newer peer are ignored on receipt in answers and
+refused in requests, so that a typing error in a request is never silently dropped.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PROTOCOL_VERSION = 1
+DEFAULT_RUNTIME_DIR = "/run/syshax"
+CONTROL_SOCKET = "control.sock"
+ATTACH_SOCKET = "attach.sock"
+ATTACH_MESSAGE_BYTES = 16384
+"""Largest datagram on the attach socket, either way."""
+
+Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+
+class WeightFormat(StrEnum):
+    """How the daemon stores expert weights."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+
+
+class Dtype(StrEnum):
+    """Element types of hidden states in the ring; `ring_code` is syshax_dtype."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+    @property
+    def ring_code(self) -> int:
+        return {"float32": 0, "float16": 1, "bfloat16": 2}[self.value]
+
+    @property
+    def bytes(self) -> int:
+        return 4 if self is Dtype.FLOAT32 else 2
+
+
+class ModelState(StrEnum):
+    CONFIGURED = "configured"
+    LOADING = "loading"
+    READY = "ready"
+    FAILED = "failed"
+    UNLOADING = "unloading"
+
+
+class Priority(StrEnum):
+    INTERACTIVE = "interactive"
+    NORMAL = "normal"
+    BATCH = "batch"
+
+
+class Request(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+
+class ErrorBody(Answer):
+    code: str
+    message: str
+    hint: str = ""
+
+
+class ErrorAnswer(Answer):
+    error: ErrorBody
+
+
+class Geometry(Answer):
+    """The routed experts of one model. Layers count MoE layers only; `layer_ids` are their numbers in the model."""
+
+    num_layers: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+    layer_ids: list[int]
+
+
+# ---------------------------------------------------------------- attach socket
+
+
+class AttachRequest(Request):
+    """The first and only datagram of a client; the connection is the lease from then on."""
+
+    protocol: int = PROTOCOL_VERSION
+    model: Name
+    client: str = Field(default="", max_length=200)
+    max_tokens: int = Field(ge=1, le=1 << 20)
+    top_k: int | None = Field(default=None, ge=1, le=4096)
+    """Largest top_k a request will use; None: the model's."""
+    dtype: Dtype = Dtype.FLOAT32
+    """The largest dtype a request will use: sizes the slots."""
+    num_slots: int = Field(default=2, ge=1, le=64)
+    priority: Priority = Priority.NORMAL
+    fingerprint: str | None = None
+    """Of the client's own checkpoint; the daemon refuses when it holds another."""
+    cpus: list[int] = Field(default_factory=list)
+    """CPUs the client's threads may use, so that spinning can give way where they are shared."""
+
+
+class RingLayout(Answer):
+    """Mirrors syshax_ring_header; the client checks one against the other."""
+
+    version_major: int
+    version_minor: int
+    num_slots: int
+    max_tokens: int
+    hidden_size: int
+    top_k: int
+    element_bytes: int
+    total_bytes: int
+
+
+class AttachAnswer(Answer):
+    """Comes with two descriptors: the session's shared memory and the doorbell eventfd."""
+
+    protocol: int = PROTOCOL_VERSION
+    boot_id: str
+    session_id: int
+    model: str
+    format: WeightFormat
+    fingerprint: str
+    geometry: Geometry
+    layout: RingLayout
+
+
+# ------------------------------------------------------------------ control API
+
+
+class LoadRequest(Request):
+    """POST /v1/models (administrators) — or with `path` left out, for a model named in the configuration (anyone)."""
+
+    name: Name
+    path: str | None = None
+    format: WeightFormat | None = None
+
+
+class Progress(Answer):
+    stage: str = ""
+    """checking, reserving, converting, sealing"""
+    layers_done: int = 0
+    layers_total: int = 0
+    bytes_done: int = 0
+    """Bytes of the pool filled."""
+    bytes_total: int = 0
+    seconds: float = 0.0
+
+
+class ModelInfo(Answer):
+    name: str
+    path: str
+    format: WeightFormat
+    state: ModelState
+    reason: str = ""
+    """Why it failed."""
+    configured: bool = False
+    architecture: str = ""
+    geometry: Geometry | None = None
+    fingerprint: str = ""
+    progress: Progress = Progress()
+    node_bytes: dict[int, int] = {}
+    kernels: dict[Dtype, str] = {}
+    sessions: int = 0
+    forward_calls: int = 0
+    """Layer requests completed for this model since it was loaded."""
+
+
+class ModelsAnswer(Answer):
+    boot_id: str
+    models: list[ModelInfo]
+
+
+class SessionInfo(Answer):
+    session_id: int
+    model: str
+    client: str
+    pid: int
+    uid: int
+    priority: Priority
+    attached_seconds: float
+    max_tokens: int
+    num_slots: int
+    shm_bytes: int
+    requests: int
+    tokens: int
+    errors: int
+    in_flight: int
+    queued_ms_total: float
+    compute_ms_total: float
+    last_active_seconds: float
+    stale: bool = False
+    """The client has requests outstanding or the connection, but its heartbeat stands still."""
+
+
+class SessionsAnswer(Answer):
+    boot_id: str
+    sessions: list[SessionInfo]
+
+
+class NodeInfo(Answer):
+    node: int
+    cpus: list[int]
+    """CPUs our threads run on."""
+    threads: int
+    share: float
+    """Part of intermediate_size that this node computes."""
+    memory_bytes: int
+    free_bytes: int
+    pool_bytes: int
+    """Bytes of experts held here."""
+    huge_bytes: int = 0
+    busy_fraction: float = 0.0
+    """Of the last seconds, how much the node's threads computed."""
+
+
+class StatusAnswer(Answer):
+    version: str
+    boot_id: str
+    pid: int
+    state: Literal["starting", "ready", "degraded", "draining"]
+    reason: str = ""
+    uptime_seconds: float
+    cpu: str
+    isa: str
+    isa_best: str
+    nodes: list[NodeInfo]
+    models: list[ModelInfo]
+    sessions: int
+    requests_completed: int
+    requests_failed: int
+    tokens: int
+    compute_seconds: float
+    pool_bytes: int
+    memory_limit_bytes: int
+    warnings: list[str] = []
+
+
+class TopologyAnswer(Answer):
+    boot_id: str
+    source: str
+    nodes: list[dict[str, Any]]
+    allowed_cpus: list[int]
+    quota_cpus: float | None
+    plan: list[NodeInfo]
+
+
+class KernelInfo(Answer):
+    name: str
+    format: str
+    activation: str
+    isa: str
+    packing: str
+    usable: bool
+    """This CPU and the ISA cap allow it."""
+    chosen_for: list[Dtype]
+    """Ring dtypes that would use it now."""
+    vendor: str = "syshax"
+
+
+class KernelsAnswer(Answer):
+    boot_id: str
+    cpu_features: list[str]
+    isa: str
+    kernels: list[KernelInfo]
+
+
+class ConfigAnswer(Answer):
+    boot_id: str
+    effective: dict[str, Any]
+    sources: dict[str, str]
+    """Dotted key -> file (or "default", "state") that set it; defaults are left out."""
+    needs_restart: list[str] = []
+    """Keys whose configured value is not the running one."""
+
+
+class ConfigSetRequest(Request):
+    """PATCH /v1/config: dotted key -> new value; null removes the persisted one."""
+
+    values: dict[str, Any]
+
+
+class ConfigChangeAnswer(Answer):
+    boot_id: str
+    applied: list[str]
+    needs_restart: list[str]
+    unchanged: list[str] = []
+    message: str = ""
+
+
+class Check(Answer):
+    name: str
+    ok: bool
+    level: Literal["ok", "warning", "error"] = "ok"
+    message: str
+    hint: str = ""
+
+
+class DoctorAnswer(Answer):
+    boot_id: str
+    checks: list[Check]
+
+
+class UnloadAnswer(Answer):
+    boot_id: str
+    name: str
+    state: str
+
+
+ROUTES: dict[str, str] = {
+    "GET /v1/status": "StatusAnswer",
+    "GET /v1/models": "ModelsAnswer",
+    "GET /v1/models/{name}": "ModelInfo",
+    "POST /v1/models": "LoadRequest -> ModelInfo (202)",
+    "DELETE /v1/models/{name}": "UnloadAnswer; ?force=1 ends its sessions, also cancels a load",
+    "GET /v1/sessions": "SessionsAnswer",
+    "DELETE /v1/sessions/{session_id}": "ends one session",
+    "GET /v1/topology": "TopologyAnswer",
+    "GET /v1/kernels": "KernelsAnswer",
+    "GET /v1/config": "ConfigAnswer",
+    "PATCH /v1/config": "ConfigSetRequest -> ConfigChangeAnswer",
+    "POST /v1/config/reload": "ConfigChangeAnswer",
+    "GET /v1/doctor": "DoctorAnswer",
+    "GET /metrics": "Prometheus text",
+}
+"""Every route; docs/CONTROL.md and a test list them. Every answer has the header X-Syshax-Boot-Id."""

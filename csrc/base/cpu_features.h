@@ -1,0 +1,27 @@
+// What this CPU can do. Detected once and passed on as a value, so that tests may pass any set.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "syshax/matmul_base.h"
+
+namespace syshax {
+
+struct CpuFeatures {
+  uint64_t bits = 0;  // SYSHAX_CPU_*
+  bool has(uint64_t required) const { return (bits & required) == required; }
+  std::vector<std::string> names() const;
+};
+
+// The CPU's features as the operating system enables them.
+CpuFeatures detect_cpu_features();
+
+// Caps to an ISA name ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", ...; "" or "auto": no cap):
+// features of later steps are cleared. Throws CoreError("bad_isa") naming the known ones.
+CpuFeatures cap_cpu_features(CpuFeatures features, const std::string& isa);
+
+// The names cap_cpu_features knows for this architecture, weakest first.
+std::vector<std::string> isa_names();
+
+}  // namespace syshax

@@ -1,0 +1,1 @@
+"""syshaxd: the daemon that owns expert weights, memory pools, threads and kernels."""

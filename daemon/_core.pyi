@@ -1,0 +1,157 @@
+"""The C++ core as the daemon sees it: the contract between csrc/bindings and Python.
+
+All blocking calls release the GIL. Errors are CoreError with a code of syshax.errors. Sizes are bytes.
+"""
+
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+class CoreError(Exception):
+    code: str
+    hint: str
+
+# ---- hardware -------------------------------------------------------------
+def cpu_name() -> str: ...
+def cpu_features(isa_cap: str = "") -> list[str]: ...
+def isa_names() -> list[str]: ...
+def isa_effective(isa_cap: str = "") -> str:
+    """The strongest ISA name that this CPU has and the cap allows. Unknown cap: CoreError("hardware")."""
+
+def topology(synthetic: str = "") -> dict[str, Any]:
+    """hwloc's view: {"source": str, "nodes": [{"node": int, "memory_bytes": int, "cores": [[cpu, ...], ...]}]}
+    with cores as lists of sibling CPUs in core order, regardless of affinity; a synthetic hwloc description makes an
+    imaginary machine."""
+
+def node_free_bytes(node: int) -> int:
+    """Free plus reclaimable bytes of a NUMA node; -1 or an unknown node: the machine's MemAvailable."""
+
+# ---- formats and kernels (tests, bench, status) -----------------------------
+def formats() -> list[str]: ...
+def format_blocks(format: str) -> tuple[int, int]:
+    """(values, bytes) of one block."""
+
+def encode(format: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]: ...
+def decode(format: str, blocks: npt.NDArray[np.uint8], values: int) -> npt.NDArray[np.float32]: ...
+
+class KernelDict(TypedDict):
+    name: str
+    format: str
+    activation: str
+    isa: str
+    packing: str
+    features: list[str]
+    dtypes: list[str]
+    rank: int
+    usable: bool
+    vendor: str
+
+def kernels(isa_cap: str = "") -> list[KernelDict]: ...
+def select_kernel(format: str, dtype: str, isa_cap: str = "") -> str: ...
+def load_operator_library(path: str) -> None: ...
+def run_kernel(
+    kernel: str, blocks: npt.NDArray[np.uint8], rows: int, k: int, activations: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Packs [rows, k] format blocks (k already a multiple of the block), packs activations [tokens, k] and
+    multiplies: [tokens, rows] float32. For tests and bench."""
+
+def pack_unpack(kernel: str, blocks: npt.NDArray[np.uint8], rows: int, k: int) -> npt.NDArray[np.uint8]:
+    """blocks -> packed -> blocks; equal to its input."""
+
+def vector_op(isa: str, op: str, *arrays: Any) -> npt.NDArray[Any]:
+    """One of silu_mul, accumulate, widen, narrow of that ISA's table. For tests."""
+
+# ---- runtime ----------------------------------------------------------------
+class NodePlan(TypedDict):
+    node: int  # NUMA node to bind memory to, -1: not bound
+    cpus: list[int]  # one pinned thread for each; empty list with threads > 0: unpinned
+    threads: int
+    share: float  # relative part of intermediate_size
+
+class GeometryDict(TypedDict):
+    num_layers: int
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    top_k: int
+
+class Model:
+    name: str
+    format: str
+    def geometry(self) -> GeometryDict: ...
+    def pool_bytes(self) -> int: ...
+    def node_bytes(self) -> dict[int, int]:
+        """Bytes held for each index of the plan."""
+    def huge_bytes(self) -> dict[int, int]: ...
+    def kernels(self) -> dict[str, str]:
+        """dtype -> kernel name."""
+    def load_layer(self, layer: int, gate: list[Any], up: list[Any], down: list[Any], dtype: str) -> None:
+        """One array (any buffer of num_experts matrices, C order) for each expert: gate and up [intermediate_size,
+        hidden_size], down [hidden_size, intermediate_size], of dtype float32, float16 or bfloat16 (as uint16).
+        Converted and packed by the nodes' own threads in parallel; may run while other models serve."""
+    def seal(self) -> None:
+        """All layers are there: forbids writes; the model may be used from now on."""
+    def forward_calls(self) -> int: ...
+    def forward(
+        self,
+        layer: int,
+        hidden_states: npt.NDArray[Any],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+        dtype: str,
+    ) -> npt.NDArray[Any]:
+        """The layer without ring or session (tests, bench); hidden_states as float32, float16 or uint16 for bfloat16."""
+    def dequantized(self, layer: int, expert: int) -> tuple[npt.NDArray[np.float32], ...]:
+        """(gate, up, down) as the kernels see them, read back from the packed weights."""
+
+class Runtime:
+    """Thread pools and models of one process; start() adds the dispatcher."""
+
+    def __init__(
+        self,
+        nodes: list[NodePlan],
+        isa_cap: str = "",
+        spin_us: int = 50,
+        huge_pages: str = "auto",
+        chunk_tokens: int = 1024,
+    ) -> None: ...
+    @staticmethod
+    def plan_bytes(geometry: GeometryDict, format: str, nodes: list[NodePlan]) -> list[int]:
+        """Arena bytes each node will need."""
+    def create_model(self, name: str, geometry: GeometryDict, format: str) -> Model:
+        """Reserves and populates the arenas; CoreError("no_memory") with the numbers."""
+    def drop_model(self, model: Model) -> None:
+        """Sessions of it get MODEL_GONE; memory is freed after the request in flight. Returns when it is freed."""
+    def start(self) -> None: ...
+    def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests with SHUTTING_DOWN, waits for those accepted; False: time ran out."""
+    def stop(self) -> None: ...
+    def session_layout(self, model: Model, max_tokens: int, top_k: int, element_bytes: int, num_slots: int) -> dict[str, int]:
+        """The fields of syshax_ring_header, total_bytes included, before the memory exists."""
+    def add_session(
+        self,
+        session_id: int,
+        model: Model,
+        shm_fd: int,
+        doorbell_fd: int,
+        boot_id: bytes,
+        max_tokens: int,
+        top_k: int,
+        element_bytes: int,
+        num_slots: int,
+        spin_us: int,
+    ) -> None:
+        """Maps the memory (sized and reserved by the caller), writes the header, serves it. Descriptors are duplicated."""
+    def remove_session(self, session_id: int) -> None:
+        """Returns when nothing touches its memory any more (at most the request in flight)."""
+    def session_stats(self) -> list[dict[str, Any]]:
+        """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, poisoned (its
+        memory was truncated), heartbeat."""
+    def stats(self) -> dict[str, Any]:
+        """requests_completed, requests_failed, tokens, compute_ns, busy_ns (one number for each node),
+        heartbeat_age_ns (of the dispatcher: how long since its last turn; 0 while it sleeps with nothing to do)."""
+
+# ---- bench --------------------------------------------------------------------
+def bench_ring(seconds: float, payload_bytes: int, client_cpu: int, daemon_cpu: int) -> dict[str, float]:
+    """spin_us_p50, spin_us_p99, parked_us_p50 and floors floor_spin_us, floor_parked_us, with a null model."""
