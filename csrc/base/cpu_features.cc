@@ -1,0 +1,1 @@
+#include "base/cpu_features.h"

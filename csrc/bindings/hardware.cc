@@ -1,0 +1,3 @@
+#include "bindings/bindings.h"
+
+void bind_hardware(pybind11::module_&) {}

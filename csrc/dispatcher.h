@@ -1,0 +1,58 @@
+// The data plane's one thread: takes requests from the sessions' rings, checks them, has the model compute them and
+// writes completions. Knows rings and ExpertModel; knows no format, kernel, NUMA or Python. After submit there is no
+// allocation, no lock, no log here. The daemon's Python calls everything below from other threads.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "moe/expert_model.h"
+
+namespace syshax {
+
+struct SessionSpec {
+  uint64_t session_id = 0;
+  std::shared_ptr<ExpertModel> model;
+  int shm_fd = -1;       // sized and reserved by the caller; duplicated here
+  int doorbell_fd = -1;  // eventfd; duplicated here
+  uint8_t boot_id[16] = {};
+  uint32_t max_tokens = 0, top_k = 0, element_bytes = 0, num_slots = 0;
+  uint32_t spin_us = 0;  // written into the header for the client
+};
+
+struct SessionStats {
+  uint64_t session_id = 0, requests = 0, tokens = 0, errors = 0, in_flight = 0;
+  uint64_t queued_ns = 0, compute_ns = 0, last_active_ns_ago = 0, heartbeat = 0;
+  bool poisoned = false;  // the client truncated its memory
+};
+
+struct DispatcherStats {
+  uint64_t requests_completed = 0, requests_failed = 0, tokens = 0, compute_ns = 0;
+  uint64_t heartbeat_age_ns = 0;  // 0 while asleep with nothing to do
+};
+
+class Dispatcher {
+ public:
+  // spin_us: how long to look for work before sleeping. cpus: where the thread may run, empty: anywhere.
+  Dispatcher(uint32_t spin_us, std::vector<int> cpus);
+  ~Dispatcher();  // stops
+  void start();
+  // Answers new requests with SHUTTING_DOWN and waits for accepted ones; false: time ran out.
+  bool drain(double timeout_s);
+  void stop();
+
+  void add_session(const SessionSpec& spec);  // throws CoreError
+  // Returns when nothing touches the session's memory any more. Unknown ids are ignored.
+  void remove_session(uint64_t session_id);
+  // From now on its sessions get MODEL_GONE; returns when no forward of it runs and no session holds it.
+  void forget_model(const ExpertModel* model);
+
+  std::vector<SessionStats> session_stats() const;
+  DispatcherStats stats() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace syshax
