@@ -1,0 +1,62 @@
+# Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help system setup setup-test model demo test test-fast check format bench docs clean
+
+VENV ?= .venv
+PYTHON ?=
+JOBS ?= 2
+# Where a CPU build of torch is had when the one that pip finds is not.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+MODEL ?= .demo/model
+export VENV PYTHON JOBS TORCH_CPU_INDEX MODEL
+unexport OPENBLAS_CORETYPE OPENBLAS_L2_SIZE
+
+BOOTSTRAP := packaging/bootstrap.sh
+PY := $(VENV)/bin/python
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup:
+	@$(BOOTSTRAP) system
+	@$(BOOTSTRAP) venv
+	@$(BOOTSTRAP) core
+
+setup-test:
+	@$(BOOTSTRAP) system test
+	@$(BOOTSTRAP) venv test
+	@$(BOOTSTRAP) core
+
+model: setup
+	@$(BOOTSTRAP) model
+
+demo: model  ## install what is missing, start everything, ask one question, print the answer and where the time went
+	@$(PY) tests/demo/run.py --model $(MODEL)
+
+test: setup-test  ## the whole test suite, real vLLM included
+	@$(BOOTSTRAP) model
+	@SYSHAX_DEMO_MODEL=$(MODEL) $(PY) -m pytest $(PYTEST_OPTIONS)
+
+test-fast: setup-test  ## without vLLM and the demo model
+	@$(PY) -m pytest -m "not vllm and not model" $(PYTEST_OPTIONS)
+
+check: setup-test  ## formatting, lint, types, documentation that must match the code
+	@$(VENV)/bin/ruff format --check client daemon tests setup.py
+	@$(VENV)/bin/ruff check client daemon tests setup.py
+	@$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc')
+	@cd / && $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) --cache-dir $(abspath build/mypy)
+	@$(PY) packaging/check_tree.py
+
+format:
+	@$(VENV)/bin/ruff format client daemon tests setup.py
+	@$(VENV)/bin/ruff check --fix client daemon tests setup.py
+	@$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc')
+
+bench: setup  ## kernels and ring on this machine
+	@mkdir -p bench-results
+	@$(VENV)/bin/syshaxd bench moe --shape qwen3-30b-a3b --format q8_0 --tokens 1,16,256 --threads $(JOBS)
+	@$(VENV)/bin/syshaxd bench ring
+
+clean:  ## remove everything that was built, the virtual environment too
+	rm -rf $(VENV) build .demo bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
