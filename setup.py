@@ -27,8 +27,17 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         build = Path(os.environ.get("SYSHAX_BUILD_DIR", self.build_temp)).resolve()
         build.mkdir(parents=True, exist_ok=True)
-        configure = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(build), "-G", "Ninja",
-                     f"-DPython_EXECUTABLE={sys.executable}", f"-DSYSHAX_CLIENT_ONLY={'ON' if CLIENT_ONLY else 'OFF'}"]
+        configure = [
+            "cmake",
+            "-S",
+            str(ROOT / "csrc"),
+            "-B",
+            str(build),
+            "-G",
+            "Ninja",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DSYSHAX_CLIENT_ONLY={'ON' if CLIENT_ONLY else 'OFF'}",
+        ]
         if not CLIENT_ONLY:
             import pybind11
 
