@@ -1,20 +1,22 @@
 """The configuration's schema: every key once, with its default, its bounds, its description and whether it is live.
 
 Owns what a valid configuration is. Frozen models, checked when they are made; files, merging and messages are
-config_files.py's, the generated manual and example are config_docs.py's. A key is one `_key(...)` row: it feeds the
-file, `syshaxctl config`, docs/CONFIG.md and etc/syshaxd.toml.
+settings.py's and config_files.py's, the generated manual and example are config_docs.py's. A key is
+one `_key(...)` row: it feeds the file, `syshaxctl config`, docs/CONFIG.md and etc/syshaxd.toml.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 from syshax.protocol import Name, WeightFormat
 from syshaxd.quantities import CpuList, Size
+from syshaxd.settings import Settings
 
 Format = Literal["bf16", "fp16", "q8_0", "q4_0"]
 
@@ -42,12 +44,15 @@ Listed = BeforeValidator(_tuple)
 Group = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]{0,31}$")]
 
 
-def _key(default: Any, description: str, *, live: bool, example: Any = None, **bounds: Any) -> Any:
-    return Field(default, description=description, json_schema_extra={"live": live, "example": example}, **bounds)
+def _key(default: Any, description: str, *, live: bool, **bounds: Any) -> Any:
+    when = "Live." if live else "Needs a restart."
+    return Field(default, description=f"{description} {when}", json_schema_extra={"live": live}, **bounds)
 
 
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+class Section(Settings):
+    """A table. Strict: "4" is not a number and 1 is not true."""
+
+    model_config = ConfigDict(strict=True)
 
 
 class ComputeConfig(Section):
@@ -58,7 +63,6 @@ class ComputeConfig(Section):
         "NUMA nodes to use, in any subset and order; the first computes the first part of every expert. Empty: all "
         "nodes with usable CPUs. A node that does not exist is refused at start.",
         live=False,
-        example=[0, 1],
     )
     threads: int = _key(
         0,
@@ -73,7 +77,6 @@ class ComputeConfig(Section):
         'CPUs that threads may use, such as "0-15,32-47". Empty: all that the process may use. Leave CPUs out here for '
         "workers on the same machine.",
         live=False,
-        example="0-15",
     )
     shares: Annotated[
         tuple[Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)], ...], BeforeValidator(_tuple)
@@ -82,14 +85,12 @@ class ComputeConfig(Section):
         "Relative part of every expert that each node computes and holds, in the order of the nodes in use. Empty: in "
         "proportion to the threads.",
         live=False,
-        example=[1.0, 1.0],
     )
     isa: Annotated[str, Field(pattern=r"^[a-z0-9]*$")] = _key(
         "",
         "Cap on the instruction set: kernels above it are not chosen. Empty: the best that the CPU has. The variable "
         "SYSHAX_ISA, where it is set, wins.",
         live=False,
-        example="avx2",
     )
     spin_us: int = _key(
         50,
@@ -116,7 +117,6 @@ class ComputeConfig(Section):
         (),
         "Vendor operator libraries (shared objects exporting syshax_operators_v1), loaded in order at start.",
         live=False,
-        example=["/usr/lib64/syshax/operators/vendor.so"],
     )
 
 
@@ -138,7 +138,6 @@ class MemoryConfig(Section):
         0,
         "Largest sum of all loaded models' bytes. 0: what the machine (or the control group) has, less the reserve.",
         live=True,
-        example="64GiB",
     )
     reserve: Size = _key("1GiB", "Memory left to the system: a load that would eat into it is refused.", live=True)
 
@@ -205,114 +204,58 @@ class AccessConfig(Section):
 class ModelConfig(Section):
     """A model that anyone in the group may have loaded. NAME is what clients open."""
 
-    path: AbsolutePath = Field(
-        description="Hugging Face checkpoint directory (config.json and *.safetensors).",
-        json_schema_extra={"live": True, "example": "/models/Qwen3-30B-A3B"},
+    path: AbsolutePath = _key(
+        ...,
+        "Hugging Face checkpoint directory (config.json and *.safetensors), such as /models/Qwen3-30B-A3B.",
+        live=True,
     )
     format: Format | None = _key(
-        None, "Format of its weights. Left out: precision.default_format.", live=True, example="q4_0"
+        None, "Format of its weights. Left out: precision.default_format.", live=True, examples=["q4_0"]
     )
     autoload: bool = _key(
         False, "Load it when the daemon starts (or when a reload brings it in). The daemon serves meanwhile.", live=True
     )
 
 
+def _description(table: type[Section]) -> str:
+    return " ".join((table.__doc__ or "").split())
+
+
+def _table(table: type[Section]) -> Any:
+    return Field(default_factory=table, description=_description(table))
+
+
 class Config(Section):
     """The whole configuration."""
 
-    compute: ComputeConfig = ComputeConfig()
-    precision: PrecisionConfig = PrecisionConfig()
-    memory: MemoryConfig = MemoryConfig()
-    accelerator: AcceleratorConfig = AcceleratorConfig()
-    limits: LimitsConfig = LimitsConfig()
-    logging: LoggingConfig = LoggingConfig()
-    access: AccessConfig = AccessConfig()
-    models: Mapping[Name, ModelConfig] = Field(default_factory=dict)
+    compute: ComputeConfig = _table(ComputeConfig)
+    precision: PrecisionConfig = _table(PrecisionConfig)
+    memory: MemoryConfig = _table(MemoryConfig)
+    accelerator: AcceleratorConfig = _table(AcceleratorConfig)
+    limits: LimitsConfig = _table(LimitsConfig)
+    logging: LoggingConfig = _table(LoggingConfig)
+    access: AccessConfig = _table(AccessConfig)
+    models: dict[Name, ModelConfig] = Field({}, description=_description(ModelConfig))
 
     def model_format(self, name: str) -> WeightFormat:
         """The format that a configured model is loaded in."""
         return WeightFormat(self.models[name].format or self.precision.default_format)
 
 
-class KeyRow(BaseModel):
-    """One key as the manual, the example and the reload see it."""
-
-    key: str
-    description: str
-    live: bool
-    default: Any
-    example: Any = None
-    kind: str
-
-
-def key_rows() -> Iterator[KeyRow]:
-    """Every key of the schema in order; [models.NAME] stands for all models."""
+def live_keys() -> Iterator[tuple[str, FieldInfo, bool]]:
+    """Every key of the schema in order with its field and whether it is live; models.NAME stands for all models."""
     for section, field in Config.model_fields.items():
-        if section == "models":
-            yield from _section_rows("models.NAME", ModelConfig)
-        else:
-            assert isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-            yield from _section_rows(section, field.annotation)
+        table = ModelConfig if section == "models" else field.annotation
+        assert isinstance(table, type) and issubclass(table, Section)
+        prefix = "models.NAME" if section == "models" else section
+        for name, row in table.model_fields.items():
+            assert isinstance(row.json_schema_extra, dict)
+            yield f"{prefix}.{name}", row, bool(row.json_schema_extra["live"])
 
 
-def _section_rows(prefix: str, section: type[Section]) -> Iterator[KeyRow]:
-    schema = section.model_json_schema(mode="validation")["properties"]
-    for name, field in section.model_fields.items():
-        extra: dict[str, Any] = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-        yield KeyRow(
-            key=f"{prefix}.{name}",
-            description=field.description or "",
-            live=bool(extra["live"]),
-            default=None if field.is_required() else _plain_default(section, name),
-            example=extra.get("example"),
-            kind=_kind(schema[name]),
-        )
+def is_live(key: str) -> bool:
+    """Whether a dotted key can change while the daemon runs."""
+    return _LIVE["models.NAME." + key.rsplit(".", 1)[-1] if key.startswith("models.") else key]
 
 
-def _plain_default(section: type[Section], name: str) -> Any:
-    """The default as a TOML file would spell it."""
-    whole = section.model_construct() if section is ModelConfig else section()
-    return whole.model_dump(mode="json", include={name})[name]
-
-
-def _kind(schema: Mapping[str, Any]) -> str:
-    """Type and bounds of a JSON schema's property, in words."""
-    if "anyOf" in schema:
-        return _kind(next(option for option in schema["anyOf"] if option.get("type") != "null"))
-    if "enum" in schema:
-        return "one of " + ", ".join(str(value) for value in schema["enum"])
-    if schema.get("type") == "array":
-        return "list, each " + _kind(schema.get("items", {}))
-    words = {
-        "integer": "whole number",
-        "number": "number",
-        "boolean": "true or false",
-        "string": "text",
-        "size": 'size ("512MiB", "64GiB", "20GB" or bytes)',
-        "cpus": 'CPUs ("0-3,8" or a list)',
-    }
-    word = words.get(schema.get("type", ""), "value")
-    low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
-    if low is not None and high is not None:
-        return f"{word} from {low} to {high}"
-    return f"{word} from {low}" if low is not None else word
-
-
-def live_of(key: str) -> bool:
-    """Whether a dotted key of a configuration can change while the daemon runs."""
-    row_key = "models.NAME." + key.rsplit(".", 1)[-1] if key.startswith("models.") else key
-    return _LIVE[row_key]
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables to dotted keys; lists and other values are leaves, empty tables vanish."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-_LIVE = {row.key: row.live for row in key_rows()}
+_LIVE = {key: live for key, _, live in live_keys()}

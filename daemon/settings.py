@@ -8,6 +8,7 @@ and feeds the check, the example file in etc/ and the documentation, so that the
 from __future__ import annotations
 
 import difflib
+import textwrap
 import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from syshax.errors import ConfigError
 M = TypeVar("M", bound=BaseModel)
 _MAX_ERRORS = 8
 _VALUE_CHARS = 80
+_EXAMPLE_COLUMNS = 100
 _UNITS = (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10), ("B", 0))
 
 
@@ -50,8 +52,10 @@ def read_toml(path: Path) -> Layer:
         raise ConfigError(f"{path}: no such file", "check the path given with --config") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", "the file must be readable by the user that runs this") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}", "strings need quotes; tables are [name]") from None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        last = len(path.read_bytes().splitlines())
+        reason = str(error).replace("(at end of document)", f"(at line {last}, the end)")
+        raise ConfigError(f"{path}: not valid TOML: {reason}", "strings need quotes; tables are [name]") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}", "TOML files are UTF-8") from None
 
@@ -126,6 +130,8 @@ def _explain_one(model: type[BaseModel], detail: ErrorDetails, sources: Mapping[
         return f"{where}: unknown key", f"nearest valid key: {near}" if near else ""
     if detail["type"] == "missing":
         return f"{where}: this key is required", ""
+    if detail["type"] in ("model_type", "dict_type"):
+        return f"{where}: expected a table, [{key}] (value: {detail['input']!r})", ""
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     seen = repr(detail["input"])
     seen = seen if len(seen) <= _VALUE_CHARS else f"{seen[:_VALUE_CHARS]}…"
@@ -141,9 +147,13 @@ def dotted_key(loc: Sequence[int | str]) -> str:
 
 
 def _source_of(key: str, sources: Mapping[str, str]) -> str:
+    """Who set the key; for a key that nobody set, who set something above, beneath or nearest beside it."""
     for known, source in sources.items():
         if key == known or key.startswith((f"{known}.", f"{known}[")) or known.startswith(f"{key}."):
             return source
+    table = key.rpartition(".")[0]
+    if table:
+        return _source_of(table, sources)
     return next(iter(dict.fromkeys(sources.values())), "configuration")
 
 
@@ -207,23 +217,28 @@ def _example_table(model: type[BaseModel], table: str) -> list[str]:
     lines: list[str] = []
     tables: list[str] = []
     for name, field in model.model_fields.items():
-        description = [f"# {line}" for line in (field.description or "").splitlines()]
+        paragraphs = (field.description or "").splitlines()
+        description = [f"# {line}" for paragraph in paragraphs for line in textwrap.wrap(paragraph, _EXAMPLE_COLUMNS)]
         inner, free = _inner_table(field.annotation)
         if inner is not None:
             path = f"{table}.{name}" if table else name
             header = f"# [{path}.NAME]" if free else f"[{path}]"
             tables += ["", *description, header, *_example_table(inner, f"{path}.NAME" if free else path)]
         else:
-            lines += ["", *description, f"# {_example_line(name, field.get_default(call_default_factory=True))}"]
+            value = field.examples[0] if field.examples else field.get_default(call_default_factory=True)
+            lines += ["", *description, f"# {_example_line(name, value)}"]
     return lines + tables
 
 
 def _example_line(name: str, default: Any) -> str:
     if isinstance(default, BaseModel) or default is None or repr(default) == "PydanticUndefined":
         return f"{name} ="
+    default = list(default) if isinstance(default, tuple) else default
     plain = default if isinstance(default, bool | int | float | list | str) else str(default)
     if isinstance(default, ByteSize):
         plain = next(
             (f"{default >> shift} {unit}" for unit, shift in _UNITS if default and not default % (1 << shift)), 0
         )
+    if isinstance(plain, list):
+        return f"{name} = [{', '.join(tomli_w.dumps({'x': item}).strip()[4:] for item in plain)}]"
     return tomli_w.dumps({name: plain}).strip()
