@@ -59,8 +59,12 @@ def run_kernel(
 def pack_unpack(kernel: str, blocks: npt.NDArray[np.uint8], rows: int, k: int) -> npt.NDArray[np.uint8]:
     """blocks -> packed -> blocks; equal to its input."""
 
+def vector_isas() -> list[str]:
+    """ISAs whose element-wise operations this CPU can run, weakest first."""
+
 def vector_op(isa: str, op: str, *arrays: Any) -> npt.NDArray[Any]:
-    """One of silu_mul, accumulate, widen, narrow of that ISA's table. For tests."""
+    """That ISA's silu_mul(tile), accumulate(weight, src, dst), widen(src, dtype) or narrow(src, dtype); the changed
+    array comes back. For tests."""
 
 # ---- runtime ----------------------------------------------------------------
 class NodePlan(TypedDict):

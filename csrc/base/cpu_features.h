@@ -14,14 +14,18 @@ struct CpuFeatures {
   std::vector<std::string> names() const;
 };
 
-// The CPU's features as the operating system enables them.
+// The CPU's features as the operating system enables them, capped by the environment variable SYSHAX_ISA. Read once.
+// Throws CoreError("hardware") when SYSHAX_ISA is no known name.
 CpuFeatures detect_cpu_features();
 
 // Caps to an ISA name ("scalar", "avx2", "avx512", "avx512vnni", "avx512bf16", ...; "" or "auto": no cap):
-// features of later steps are cleared. Throws CoreError("bad_isa") naming the known ones.
+// features of later steps are cleared. Throws CoreError("hardware") naming the known ones.
 CpuFeatures cap_cpu_features(CpuFeatures features, const std::string& isa);
 
 // The names cap_cpu_features knows for this architecture, weakest first.
 std::vector<std::string> isa_names();
+
+// The strongest of isa_names() that the features reach.
+std::string strongest_isa(const CpuFeatures& features);
 
 }  // namespace syshax

@@ -22,6 +22,7 @@ struct VectorOps {
 };
 
 const VectorOps& select_vector_ops(const CpuFeatures& features);
-std::vector<const VectorOps*> all_vector_ops();
+// Those that the features allow, weakest first.
+std::vector<const VectorOps*> usable_vector_ops(const CpuFeatures& features);
 
 }  // namespace syshax

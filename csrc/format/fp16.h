@@ -1,0 +1,28 @@
+// fp16: IEEE half precision, rounded to nearest even; what exceeds 65504 becomes infinity. A block is one value.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "base/float16.h"
+
+namespace syshax::fp16 {
+
+static inline void encode(const float* src, size_t values, void* dst) {
+  auto* out = static_cast<unsigned char*>(dst);
+  for (size_t i = 0; i < values; ++i) {
+    const uint16_t value = fp16_from_float(src[i]);
+    std::memcpy(out + 2 * i, &value, 2);
+  }
+}
+
+static inline void decode(const void* src, size_t values, float* dst) {
+  const auto* in = static_cast<const unsigned char*>(src);
+  for (size_t i = 0; i < values; ++i) {
+    uint16_t value;
+    std::memcpy(&value, in + 2 * i, 2);
+    dst[i] = fp16_to_float(value);
+  }
+}
+
+}  // namespace syshax::fp16
