@@ -1,0 +1,149 @@
+"""The routes of syshax-api and who may use them. A request's path through the front-end starts at `App.handle`.
+
+Everything that is not answered here goes to a worker in `proxy`. Own routes are one table, `ROUTES`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import unquote
+
+from aiohttp import web
+
+from syshaxd.frontend import metrics as metrics_module
+from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.errors import ApiError, Kind, quoted
+from syshaxd.frontend.keys import KeyRing
+from syshaxd.frontend.metrics import Metrics
+from syshaxd.frontend.proxy import Proxy
+from syshaxd.frontend.request import is_plain, path_of
+from syshaxd.frontend.workers import Workers
+
+log = logging.getLogger("syshax.api")
+Handler = Callable[["App", web.BaseRequest], Awaitable[web.StreamResponse]]
+OPEN_PATHS = frozenset(("/health", "/ready"))
+"""The only paths that answer without a key; without one /ready keeps the workers' names to itself."""
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=json.dumps(value).encode(), content_type="application/json")
+
+
+class App:
+    """Keys, routes and errors; one object per process."""
+
+    def __init__(self, config: ApiConfig, keys: KeyRing | None) -> None:
+        self.keys = keys
+        self.metrics = Metrics()
+        self.workers = Workers(config, self.metrics)
+        self.proxy = Proxy(config, self.workers, self.metrics)
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers one request; every error is an OpenAI error object."""
+        try:
+            response = await self._dispatch(request)
+        except ApiError as error:
+            response = error.response()
+        except (ConnectionError, web.HTTPException):
+            raise
+        except Exception:
+            log.exception("%s %s failed", request.method, request.raw_path)
+            response = ApiError(Kind.INTERNAL, "An internal error of syshax-api; its log has the details.").response()
+        if self.proxy.draining and not response.prepared:
+            response.force_close()
+        return response
+
+    async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
+        path, _ = path_of(request)
+        if path not in OPEN_PATHS and not self._allowed(request):
+            raise ApiError(
+                Kind.NO_KEY,
+                "A valid API key is needed: send it as `Authorization: Bearer KEY`.",
+                headers=(("WWW-Authenticate", "Bearer"),),
+            )
+        methods = ROUTES.get(path)
+        if methods is None:
+            if not path.startswith("/v1/") or not is_plain(path):
+                raise ApiError(Kind.NO_ROUTE, f"There is no {request.method} {quoted(path)}.")
+            methods = MODEL_ROUTE if path.startswith("/v1/models/") else ANY_ROUTE
+        handler = methods.get("GET" if request.method == "HEAD" else request.method) or methods.get("*")
+        if handler is None:
+            allowed = ", ".join(methods)
+            raise ApiError(
+                Kind.METHOD, f"{quoted(path)} takes {allowed}, not {request.method}.", headers=(("Allow", allowed),)
+            )
+        return await handler(self, request)
+
+    def _allowed(self, request: web.BaseRequest) -> bool:
+        return self.keys is None or self.keys.accepts(request.headers.get("Authorization"))
+
+    async def health(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The process lives."""
+        return _json({"status": "ok"})
+
+    async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
+        """200 when a worker is ready, else 503 with the reason."""
+        reason = self.workers.unready_reason()
+        details: dict[str, Any] = {}
+        if self._allowed(request):
+            details["workers"] = [
+                {
+                    "worker": worker.url,
+                    "ready": worker.ready,
+                    "reason": worker.reason,
+                    "models": list(worker.models),
+                    "outstanding": worker.outstanding,
+                }
+                for worker in self.workers.all
+            ]
+        if not reason:
+            return _json({"status": "ready", "models": list(self.workers.models()), **details})
+        error = json.loads(ApiError(Kind.NOT_READY, reason).body())
+        return _json({"status": "not ready", "reason": reason, **error, **details}, 503)
+
+    async def metrics_text(self, request: web.BaseRequest) -> web.StreamResponse:
+        response = web.Response(body=self.metrics.render())
+        response.headers["Content-Type"] = metrics_module.CONTENT_TYPE
+        return response
+
+    async def models(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The models of all ready workers."""
+        self._check_ready()
+        return _json({"object": "list", "data": list(self.workers.models().values())})
+
+    async def model(self, request: web.BaseRequest) -> web.StreamResponse:
+        """One model by its id."""
+        self._check_ready()
+        name = unquote(path_of(request)[0].removeprefix("/v1/models/"))
+        models = self.workers.models()
+        if name not in models:
+            known = ", ".join(f"`{known}`" for known in models)
+            raise ApiError(
+                Kind.NO_MODEL, f"The model `{quoted(name)}` does not exist. Known models: {known}.", param="model"
+            )
+        return _json(models[name])
+
+    async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self.proxy.forward(request)
+
+    def _check_ready(self) -> None:
+        if reason := self.workers.unready_reason():
+            raise ApiError(Kind.NOT_READY, f"{reason}.", headers=(("Retry-After", "1"),))
+
+
+ROUTES: dict[str, dict[str, Handler]] = {
+    "/health": {"GET": App.health},
+    "/ready": {"GET": App.ready},
+    "/metrics": {"GET": App.metrics_text},
+    "/v1/models": {"GET": App.models},
+    "/v1/chat/completions": {"POST": App.forward},
+    "/v1/completions": {"POST": App.forward},
+}
+"""Path -> method -> handler."""
+MODEL_ROUTE: dict[str, Handler] = {"GET": App.model}
+"""/v1/models/NAME."""
+ANY_ROUTE: dict[str, Handler] = {"*": App.forward}
+"""Any other path under /v1/."""

@@ -1,0 +1,312 @@
+"""Passes one request to a worker and its answer back, byte for byte, chunk by chunk as they come.
+
+Who ends it: the worker's last byte; the client going away, which cancels the task and with it the worker's side; a
+timeout or a shutdown, which are one clock here; a failing worker. Before the first byte of an answer a failure moves
+the request to another worker once, after it a stream ends with an OpenAI error event, other answers by a cut
+connection, never as if they were complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+import aiohttp
+from aiohttp import web
+
+from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.errors import ApiError, Kind, quoted
+from syshaxd.frontend.metrics import Metrics, Series
+from syshaxd.frontend.request import headers_to_client, headers_to_worker, model_of, path_of, read_body
+from syshaxd.frontend.workers import Worker, Workers, describe
+
+log = logging.getLogger("syshax.api")
+REQUEST_ID = "x-request-id"
+_SHARED_BODY = 1 << 20
+"""Larger bodies go out in pieces instead of being copied whole into the transport's buffer."""
+_REPEATABLE = frozenset(
+    f"/v1/{name}"
+    for name in (
+        "chat/completions",
+        "completions",
+        "embeddings",
+        "rerank",
+        "score",
+        "classify",
+        "pooling",
+        "audio/transcriptions",
+    )
+)
+"""POST routes that keep nothing, so that a request cut short may be sent again."""
+_FAILURES = (aiohttp.ClientError, OSError)
+
+
+class _WorkerFailedError(Exception):
+    """Before the first byte. `unsent`: it cannot have reached the worker."""
+
+    def __init__(self, reason: str, unsent: bool) -> None:
+        super().__init__(reason)
+        self.unsent = unsent
+
+
+@dataclass(eq=False)
+class Exchange:
+    """One request on its way. `end` stops it from outside with an error for the client."""
+
+    request: web.BaseRequest
+    request_id: str
+    path: str
+    target: str
+    started: float
+    body: bytes = b""
+    model: str | None = None
+    worker: Worker | None = None
+    response: web.StreamResponse | None = None
+    clock: asyncio.Timeout | None = None
+    error: ApiError | None = None
+    bytes_out: int = 0
+    tail: bytes = b""
+    """The last bytes passed, to know whether a stream stands at an event's end."""
+    notes: list[str] = field(default_factory=list)
+
+    def end(self, error: ApiError) -> None:
+        self.error = error
+        if self.clock is not None:
+            self.clock.reschedule(0)
+
+
+class Proxy:
+    """All exchanges. `active` are those in progress."""
+
+    def __init__(self, config: ApiConfig, workers: Workers, metrics: Metrics) -> None:
+        self._limits, self._timeouts, self._log_requests = config.limits, config.timeouts, config.log.requests
+        self._workers = workers
+        self._metrics = metrics
+        self.active: set[Exchange] = set()
+        self.draining = False
+        """Answers from now on tell their connection's end."""
+        self.on_idle: Callable[[], None] | None = None
+
+    async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
+        """The worker's answer, already sent. Raises `ApiError` when nothing has been sent."""
+        if len(self.active) >= self._limits.requests:
+            raise ApiError(
+                Kind.OVERLOADED,
+                f"{self._limits.requests} requests are in progress, the limit (limits.requests); try again later.",
+                headers=(("Retry-After", "1"),),
+            )
+        path, target = path_of(request)
+        request_id = request.headers.get(REQUEST_ID) or secrets.token_hex(16)
+        exchange = Exchange(request, request_id, path, target, monotonic())
+        self.active.add(exchange)
+        status = 499
+        try:
+            exchange.body = await read_body(request, self._limits.body)
+            exchange.model = model_of(path, request.headers, exchange.body)
+            response = await self._on_the_clock(exchange)
+            status = exchange.error.kind.status if exchange.error else response.status
+            return response
+        except ApiError as error:
+            status = error.kind.status
+            error.headers += ((REQUEST_ID, request_id),)
+            raise
+        finally:
+            self.active.discard(exchange)
+            self._account(exchange, status)
+            if not self.active and self.on_idle is not None:
+                self.on_idle()
+
+    async def _on_the_clock(self, exchange: Exchange) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(self._timeouts.first_byte_seconds) as exchange.clock:
+                return await self._with_retry(exchange)
+        except TimeoutError:
+            limit = self._timeouts.idle_seconds if exchange.response else self._timeouts.first_byte_seconds
+            error = exchange.error or ApiError(Kind.TIMEOUT, f"The worker sent nothing for {limit:g} s.")
+        exchange.notes.append(error.message)
+        if exchange.response is None:
+            raise error
+        return await self._break_off(exchange, exchange.response, error)
+
+    async def _with_retry(self, exchange: Exchange) -> web.StreamResponse:
+        if exchange.error:
+            raise exchange.error
+        worker = self._workers.pick(exchange.model)
+        try:
+            return await self._attempt(exchange, worker)
+        except _WorkerFailedError as failure:
+            worker.mark_down(str(failure)) if failure.unsent else worker.suspect()
+            exchange.notes.append(f"{worker.url}: {failure}")
+            other = self._workers.alternatives(exchange.model, worker)
+            if not self._may_repeat(exchange, failure) or (failure.unsent and not other):
+                raise _failed(failure) from None
+            self._metrics.retries.labels(worker.url).inc()
+        second = self._workers.pick(exchange.model, without=worker if other else None)
+        try:
+            return await self._attempt(exchange, second)
+        except _WorkerFailedError as failure:
+            second.mark_down(str(failure)) if failure.unsent else second.suspect()
+            exchange.notes.append(f"{second.url}: {failure}")
+            raise _failed(failure) from None
+
+    def _may_repeat(self, exchange: Exchange, failure: _WorkerFailedError) -> bool:
+        return failure.unsent or exchange.request.method in ("GET", "HEAD") or exchange.path in _REPEATABLE
+
+    async def _attempt(self, exchange: Exchange, worker: Worker) -> web.StreamResponse:
+        exchange.worker = worker
+        series = self._series(exchange)
+        worker.outstanding += 1
+        series.in_flight.inc()
+        upstream: aiohttp.ClientResponse | None = None
+        try:
+            upstream = await self._send(exchange, worker)
+            first = await self._first_chunk(upstream)
+            return await self._pass_on(exchange, upstream, first, series)
+        finally:
+            worker.outstanding -= 1
+            series.in_flight.dec()
+            if upstream is not None:
+                upstream.close()
+
+    async def _send(self, exchange: Exchange, worker: Worker) -> aiohttp.ClientResponse:
+        request = exchange.request
+        headers = headers_to_worker(request.headers)
+        headers.setdefault(REQUEST_ID, exchange.request_id)
+        body = exchange.body if len(exchange.body) <= _SHARED_BODY else io.BytesIO(exchange.body)
+        try:
+            return await worker.session.request(
+                request.method,
+                worker.target(exchange.target),
+                headers=headers,
+                data=body or None,
+                allow_redirects=False,
+            )
+        except _FAILURES as error:
+            unsent = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ServerTimeoutError)
+            raise _WorkerFailedError(describe(error), unsent) from None
+
+    async def _first_chunk(self, upstream: aiohttp.ClientResponse) -> bytes | None:
+        """The first chunk if it comes in time (b"": the body is empty); None: pass the headers on without it."""
+        if not self._timeouts.hold_seconds:
+            return None
+        try:
+            async with asyncio.timeout(self._timeouts.hold_seconds) as hold:
+                return await upstream.content.readany()
+        except _FAILURES as error:
+            if isinstance(error, TimeoutError) and hold.expired():
+                return None
+            raise _WorkerFailedError(describe(error), unsent=False) from None
+
+    async def _pass_on(
+        self, exchange: Exchange, upstream: aiohttp.ClientResponse, first: bytes | None, series: Series
+    ) -> web.StreamResponse:
+        request, clock, idle = exchange.request, exchange.clock, self._timeouts.idle_seconds
+        assert clock is not None
+        response = web.StreamResponse(
+            status=upstream.status, reason=upstream.reason, headers=headers_to_client(upstream.headers)
+        )
+        response.headers.setdefault(REQUEST_ID, exchange.request_id)
+        if self.draining:
+            response.force_close()
+        exchange.response = response
+        await response.prepare(request)
+        streamed = is_event_stream(response)
+        loop = asyncio.get_running_loop()
+        before = armed = 0.0
+        while True:
+            try:
+                chunk = await upstream.content.readany() if first is None else first
+            except _FAILURES as error:
+                exchange.error = ApiError(
+                    Kind.WORKER_FAILED, f"The worker failed while it answered: {describe(error)}."
+                )
+                exchange.notes.append(exchange.error.message)
+                if exchange.worker is not None:
+                    exchange.worker.suspect()
+                return await self._break_off(exchange, response, exchange.error)
+            first = None
+            if not chunk:
+                break
+            now = loop.time()
+            if now - armed > idle / 8 and exchange.error is None:
+                clock.reschedule(now + idle)
+                armed = now
+            if streamed:
+                (series.between_chunks.observe(now - before) if before else self._note_first(exchange, series))
+                before = now
+            exchange.bytes_out += len(chunk)
+            exchange.tail = chunk[-4:] if len(chunk) >= 4 else (exchange.tail + chunk)[-4:]
+            await response.write(chunk)
+        await response.write_eof()
+        return response
+
+    def _note_first(self, exchange: Exchange, series: Series) -> None:
+        series.first_byte.observe(monotonic() - exchange.started)
+
+    async def _break_off(self, exchange: Exchange, response: web.StreamResponse, error: ApiError) -> web.StreamResponse:
+        """Ends an answer that has begun so that nobody takes it for complete."""
+        response.force_close()
+        if is_event_stream(response) and response.content_length is None:
+            at_end = not exchange.tail or exchange.tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n"))
+            event = (b"" if at_end else b"\n\n") + error.event()
+            exchange.bytes_out += len(event)
+            await response.write(event)
+            await response.write_eof()
+        elif (transport := exchange.request.transport) is not None:
+            transport.abort()
+        return response
+
+    def _series(self, exchange: Exchange) -> Series:
+        model, worker = self._labels(exchange)
+        return self._metrics.series(model, worker)
+
+    def _labels(self, exchange: Exchange) -> tuple[str, str]:
+        worker = exchange.worker
+        if worker is None:
+            return "", ""
+        return (exchange.model if exchange.model in worker.models else "") or "", worker.url
+
+    def _account(self, exchange: Exchange, status: int) -> None:
+        model, worker = self._labels(exchange)
+        seconds = monotonic() - exchange.started
+        self._metrics.request(model, worker, status).inc()
+        series = self._metrics.series(model, worker)
+        series.duration.observe(seconds)
+        series.bytes_in.inc(len(exchange.body))
+        series.bytes_out.inc(exchange.bytes_out)
+        if status == 499:
+            self._metrics.disconnects.inc()
+            exchange.notes.append("the client went away")
+        if self._log_requests:
+            log.info(
+                "%s %s status=%d id=%s model=%s worker=%s in=%d out=%d seconds=%.3f%s",
+                exchange.request.method,
+                exchange.path,
+                status,
+                quoted(exchange.request_id),
+                quoted(exchange.model or "-"),
+                worker or "-",
+                len(exchange.body),
+                exchange.bytes_out,
+                seconds,
+                "".join(f' note="{note}"' for note in exchange.notes),
+            )
+
+
+def _failed(failure: _WorkerFailedError) -> ApiError:
+    return ApiError(Kind.WORKER_FAILED, f"The worker failed before it answered: {failure}.")
+
+
+def _cut_short(error: BaseException) -> ApiError:
+    return ApiError(Kind.WORKER_FAILED, f"The worker failed while it answered: {describe(error)}.")
+
+
+def is_event_stream(response: web.StreamResponse) -> bool:
+    """Server-sent events that are not compressed, so that an event can be added."""
+    kind = response.headers.get("Content-Type", "")
+    return kind.lower().startswith("text/event-stream") and "Content-Encoding" not in response.headers

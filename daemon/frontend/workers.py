@@ -1,0 +1,228 @@
+"""The vLLM workers behind the front-end: which are ready, what they serve, which is least loaded.
+
+Readiness is checked actively (GET /health, then /v1/models) and passively (a request that cannot connect), and heals
+by itself. This file knows nothing of clients' requests beyond their count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+from yarl import URL
+
+from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.errors import ApiError, Kind, quoted
+from syshaxd.frontend.metrics import Metrics
+
+log = logging.getLogger("syshax.api")
+_KEEPALIVE_SECONDS = 4.0
+"""Below uvicorn's 5 s, so that a connection is rarely taken from the pool as the worker closes it."""
+_AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
+
+
+class _Listed(BaseModel):
+    data: list[dict[str, Any]]
+
+
+class Worker:
+    """One worker: its connections, its state and how many of our requests it is answering."""
+
+    def __init__(self, url: str, config: ApiConfig, metrics: Metrics) -> None:
+        self.url = url
+        self.ready = False
+        self.reason = "not checked yet"
+        self.models: dict[str, dict[str, Any]] = {}
+        """Model id -> its object as the worker lists it; kept while the worker is away."""
+        self.outstanding = 0
+        self.turn = 0
+        """When it was last picked: equals take turns."""
+        self._config = config
+        self._gauge = metrics.worker_ready.labels(url)
+        self._strikes = 0
+        self._wake = asyncio.Event()
+        self._base = "http://worker" if url.startswith("unix:") else url
+        connector: aiohttp.BaseConnector
+        if url.startswith("unix:"):
+            connector = aiohttp.UnixConnector(url.removeprefix("unix:"), limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+        else:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+        self.session = aiohttp.ClientSession(
+            connector=connector,
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=_AUTO_HEADERS,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_seconds),
+            max_line_size=config.limits.header,
+            max_field_size=config.limits.header,
+        )
+
+    def target(self, path: str) -> URL:
+        """The URL of a path with its query, both as the client wrote them."""
+        return URL(self._base + path, encoded=True)
+
+    async def watch(self) -> None:
+        """Checks for ever; `suspect` makes the next check come at once."""
+        health = self._config.health
+        while True:
+            self._wake.clear()
+            await self._check()
+            pause = health.interval_seconds if self.ready else health.retry_seconds
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause)
+
+    def suspect(self) -> None:
+        """A request failed on it in a way that does not prove it gone."""
+        self._wake.set()
+
+    def mark_down(self, reason: str) -> None:
+        """No new requests until a check succeeds."""
+        if self.ready:
+            log.warning("worker %s is not ready: %s", self.url, reason)
+        elif self.reason != reason:
+            log.info("worker %s: %s", self.url, reason)
+        self.ready, self.reason = False, reason
+        self._gauge.set(0)
+        self._wake.set()
+
+    async def _check(self) -> None:
+        try:
+            async with asyncio.timeout(self._config.health.timeout_seconds):
+                models = await self._ask()
+        except TimeoutError:
+            self._strikes += 1
+            if self._strikes >= 2 or not self.ready:
+                self.mark_down(f"no answer in {self._config.health.timeout_seconds:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self.mark_down(describe(error))
+        else:
+            self._strikes = 0
+            if not self.ready or models.keys() != self.models.keys():
+                log.info("worker %s is ready: %s", self.url, ", ".join(models))
+            self.models, self.ready, self.reason = models, True, ""
+            self._gauge.set(1)
+            return
+        self._wake.clear()
+
+    async def _ask(self) -> dict[str, dict[str, Any]]:
+        async with self.session.get(self.target("/health")) as answer:
+            await answer.read()
+            if answer.status != HTTPStatus.OK:
+                raise ValueError(f"/health answers {answer.status}")
+        async with self.session.get(self.target("/v1/models")) as answer:
+            body = await answer.read()
+            if answer.status != HTTPStatus.OK:
+                raise ValueError(f"/v1/models answers {answer.status}")
+        try:
+            listed = _Listed.model_validate_json(body).data
+        except ValidationError:
+            raise ValueError("/v1/models does not answer with a list of models") from None
+        models = {str(model["id"]): model for model in listed if "id" in model}
+        if not models:
+            raise ValueError("/v1/models lists no model")
+        return models
+
+
+def describe(error: BaseException) -> str:
+    """A failure in a few words, without the worker's address."""
+    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, socket.gaierror):
+        return "its host name does not resolve"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    if isinstance(error, aiohttp.ServerTimeoutError):
+        return "no connection in time"
+    if isinstance(error, OSError) and error.strerror and error.errno:
+        inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        return (inner.strerror or str(inner)).lower()
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "its answer broke off"
+    if isinstance(error, aiohttp.ClientError):
+        return f"it does not speak HTTP as expected ({type(error).__name__})"
+    return str(error)
+
+
+class Workers:
+    """All configured workers."""
+
+    def __init__(self, config: ApiConfig, metrics: Metrics) -> None:
+        self.all = [Worker(url, config, metrics) for url in config.workers]
+        self._turns = itertools.count(1)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(worker.watch()) for worker in self.all]
+
+    async def close(self) -> None:
+        """Ends checks and connections."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for worker in self.all:
+            await worker.session.close()
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Model id -> object, of ready workers; the first that lists an id gives its object."""
+        merged: dict[str, dict[str, Any]] = {}
+        for worker in self.all:
+            for name, listed in worker.models.items() if worker.ready else ():
+                merged.setdefault(name, listed)
+        return merged
+
+    def unready_reason(self) -> str:
+        """Why no request can be served; "" when one can."""
+        if any(worker.ready for worker in self.all):
+            return ""
+        reasons = "; ".join(dict.fromkeys(worker.reason for worker in self.all))
+        return f"no worker is ready ({len(self.all)} configured): {reasons}"
+
+    def pick(self, model: str | None, without: Worker | None = None) -> Worker:
+        """The ready worker with the least outstanding requests that serves `model` (None: any model).
+
+        Raises `ApiError`: 503 when no worker is ready or none that serves the model is, 404 for an unknown model,
+        400 when no model is named and the workers serve several.
+        """
+        if reason := self.unready_reason():
+            raise ApiError(Kind.NOT_READY, f"{reason}.", headers=(("Retry-After", "1"),))
+        if model is None:
+            self._check_one_model()
+        found = [w for w in self.all if w.ready and w is not without and (model is None or model in w.models)]
+        if not found:
+            raise self._not_served(model)
+        best = min(found, key=lambda worker: (worker.outstanding, worker.turn))
+        best.turn = next(self._turns)
+        return best
+
+    def alternatives(self, model: str | None, without: Worker) -> bool:
+        """Whether another ready worker could answer as well."""
+        return any(w.ready and w is not without and (model is None or model in w.models) for w in self.all)
+
+    def _check_one_model(self) -> None:
+        served: Iterable[frozenset[str]] = {frozenset(worker.models) for worker in self.all if worker.ready}
+        if len(list(served)) > 1:
+            raise ApiError(
+                Kind.MODEL_MISSING,
+                f"This request must name its model; known models: {_names(self.models())}.",
+                param="model",
+            )
+
+    def _not_served(self, model: str | None) -> ApiError:
+        if model is None or any(model in worker.models for worker in self.all):
+            which = "the request" if model is None else f"the model `{quoted(model)}`"
+            return ApiError(Kind.NOT_READY, f"No worker that serves {which} is ready.", headers=(("Retry-After", "1"),))
+        message = f"The model `{quoted(model)}` does not exist. Known models: {_names(self.models())}."
+        unseen = sum(not worker.models for worker in self.all)
+        if unseen:
+            message += f" {unseen} of {len(self.all)} workers have not answered yet."
+        return ApiError(Kind.NO_MODEL, message, param="model")
+
+
+def _names(models: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in models) or "none"
