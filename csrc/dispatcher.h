@@ -20,10 +20,12 @@ struct SessionSpec {
   uint32_t spin_us = 0;  // written into the header for the client
 };
 
+// requests and tokens count what succeeded, errors what was answered with a status other than OK.
 struct SessionStats {
   uint64_t session_id = 0, requests = 0, tokens = 0, errors = 0, in_flight = 0;
   uint64_t queued_ns = 0, compute_ns = 0, last_active_ns_ago = 0, heartbeat = 0;
-  bool poisoned = false;  // the client truncated its memory
+  bool poisoned = false;   // the dispatcher serves it no more: the client truncated its memory or broke its queue
+  const char* ended = "";  // why, when poisoned
 };
 
 struct DispatcherStats {

@@ -150,8 +150,8 @@ class Runtime:
     def remove_session(self, session_id: int) -> None:
         """Returns when nothing touches its memory any more (at most the request in flight)."""
     def session_stats(self) -> list[dict[str, Any]]:
-        """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, poisoned (its
-        memory was truncated), heartbeat."""
+        """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, heartbeat,
+        poisoned (it is served no more: end its connection) and ended (why: "" or a text)."""
     def stats(self) -> dict[str, Any]:
         """requests_completed, requests_failed, tokens, compute_ns, busy_ns (one number for each node),
         heartbeat_age_ns (of the dispatcher: how long since its last turn; 0 while it sleeps with nothing to do)."""
@@ -159,3 +159,51 @@ class Runtime:
 # ---- bench --------------------------------------------------------------------
 def bench_ring(seconds: float, payload_bytes: int, client_cpu: int, daemon_cpu: int) -> dict[str, float]:
     """spin_us_p50, spin_us_p99, parked_us_p50 and floors floor_spin_us, floor_parked_us, with a null model."""
+
+# ---- for tests of the ring ------------------------------------------------------
+def ring_abi() -> dict[str, dict[str, Any]]:
+    """struct name -> {"size": int, "fields": {name: [offset, bytes]}} as compiled; constants under "constants"."""
+
+class TestHarness:
+    """A dispatcher over a fake model, without kernels. The model's output elements are, as unsigned integers of the
+    dtype's width: hidden_states + layer + sum over k of (topk_ids + 1) * bits(topk_weights), wrapping."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        hidden_size: int,
+        top_k: int,
+        spin_us: int = 0,
+        cpus: list[int] = ...,
+        worker_thread: bool = False,
+    ) -> None:
+        """worker_thread: each forward runs on a thread of its own, as kernels do."""
+    def layout(self, max_tokens: int, top_k: int, element_bytes: int, num_slots: int) -> dict[str, int]: ...
+    def add_session(
+        self,
+        session_id: int,
+        shm_fd: int,
+        doorbell_fd: int,
+        boot_id: bytes,
+        max_tokens: int,
+        top_k: int,
+        element_bytes: int,
+        num_slots: int,
+        spin_us: int = 0,
+    ) -> None: ...
+    def remove_session(self, session_id: int) -> None: ...
+    def forget_model(self) -> None: ...
+    def model_alive(self) -> bool:
+        """False once forget_model() has returned and nothing holds the model."""
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def drain(self, timeout_s: float) -> bool: ...
+    def session_stats(self) -> list[dict[str, Any]]: ...
+    def stats(self) -> dict[str, Any]: ...
+    def hold(self) -> None:
+        """Forwards stay inside until release()."""
+    def release(self) -> None: ...
+    def set_delay_us(self, delay_us: int) -> None: ...
+    def forward_calls(self) -> int: ...
+    def forwards_running(self) -> int: ...

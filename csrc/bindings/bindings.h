@@ -6,3 +6,13 @@ void bind_hardware(pybind11::module_& m);  // hardware.cc: CPU features, topolog
 void bind_kernels(pybind11::module_& m);   // kernels.cc: formats, kernels, vector ops
 void bind_runtime(pybind11::module_& m);   // runtime.cc: Runtime, Model
 void bind_bench(pybind11::module_& m);     // bench.cc
+void bind_harness(pybind11::module_& m);   // harness.cc: the ring's ABI, a dispatcher over a fake model (tests)
+
+namespace syshax {
+struct SessionStats;
+}
+struct syshax_ring_header;
+
+// harness.cc; for every binding that shows rings
+pybind11::dict ring_header_dict(const syshax_ring_header& header);
+pybind11::dict session_stats_dict(const syshax::SessionStats& stats);

@@ -33,4 +33,5 @@ PYBIND11_MODULE(_core, m) {
   bind_kernels(m);
   bind_runtime(m);
   bind_bench(m);
+  bind_harness(m);
 }

@@ -52,11 +52,11 @@ typedef struct syshax_ring_request {
 } syshax_ring_request; /* 64 bytes */
 
 typedef struct syshax_ring_completion {
-  uint64_t tag;     /*  0: written before state */
-  uint32_t status;  /*  8 */
-  int32_t detail;   /* 12 */
-  uint32_t detail2; /* 16 */
-  uint32_t state;   /* 20: futex word, low 32 bits of the tag; stored with release when all else is written */
+  uint64_t tag;        /*  0: written before state */
+  uint32_t status;     /*  8 */
+  int32_t detail;      /* 12 */
+  uint32_t detail2;    /* 16 */
+  uint32_t state;      /* 20: futex word, low 32 bits of the tag; stored with release when all else is written */
   uint64_t queued_ns;  /* 24: from seeing the request to starting it */
   uint64_t compute_ns; /* 32: in the experts */
   uint32_t waiters;    /* 40: written by the client: != 0 while somebody sleeps on state */
@@ -66,17 +66,17 @@ typedef struct syshax_ring_completion {
 
 typedef struct syshax_ring_header {
   /* written by the daemon before the client sees the memory, then constant */
-  uint32_t magic;         /*  0 */
-  uint16_t version_major; /*  4 */
-  uint16_t version_minor; /*  6 */
-  uint8_t boot_id[16];    /*  8 */
-  uint64_t session_id;    /* 24 */
-  uint32_t num_slots;     /* 32 */
-  uint32_t max_tokens;    /* 36 */
-  uint32_t hidden_size;   /* 40 */
-  uint32_t top_k;         /* 44: the largest a request may use */
-  uint32_t element_bytes; /* 48: of the largest dtype a request may use: 2 or 4 */
-  uint32_t num_layers;    /* 52 */
+  uint32_t magic;              /*  0 */
+  uint16_t version_major;      /*  4 */
+  uint16_t version_minor;      /*  6 */
+  uint8_t boot_id[16];         /*  8 */
+  uint64_t session_id;         /* 24 */
+  uint32_t num_slots;          /* 32 */
+  uint32_t max_tokens;         /* 36 */
+  uint32_t hidden_size;        /* 40 */
+  uint32_t top_k;              /* 44: the largest a request may use */
+  uint32_t element_bytes;      /* 48: of the largest dtype a request may use: 2 or 4 */
+  uint32_t num_layers;         /* 52 */
   uint64_t requests_offset;    /* 56 */
   uint64_t completions_offset; /* 64 */
   uint64_t slots_offset;       /* 72 */
@@ -87,7 +87,7 @@ typedef struct syshax_ring_header {
   uint64_t total_bytes;        /* 112 */
   uint64_t reserved0;          /* 120 */
   /* written by the client */
-  uint32_t submit_tail;      /* 128: requests ever submitted (mod 2^32); release */
+  uint32_t submit_tail; /* 128: requests ever submitted (mod 2^32); release */
   uint32_t reserved1[15];
   uint64_t client_heartbeat; /* 192: counts up when the client submits or waits */
   uint64_t reserved2[7];

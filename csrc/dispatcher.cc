@@ -1,0 +1,344 @@
+// The dispatcher's thread: looks at every session, runs one request of the session whose turn it is, sleeps when there
+// is nothing. Contract: dispatcher.h; sleep protocol: docs/RING.md.
+//
+// Other threads reach the thread by commands: closures that it runs between two turns, while they wait. Sessions are
+// changed by commands alone and under `mutex`, so the thread itself reads them without a lock, and readers of
+// statistics take the mutex. What a command takes out (sessions, models) is destroyed by the caller: unmapping
+// gigabytes must not stop the data path.
+#include "dispatcher.h"
+
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <csignal>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include "base/error.h"
+#include "session.h"
+
+namespace syshax {
+namespace {
+
+constexpr uint64_t kBeatNs = 1000000;  // heartbeats are written at most this often: the line is shared with the client
+
+void cpu_pause() noexcept {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Signals belong to the process's main thread; faults to whoever makes them.
+void block_signals(sigset_t* before) {
+  sigset_t all;
+  sigfillset(&all);
+  for (int fault : {SIGBUS, SIGSEGV, SIGFPE, SIGILL, SIGTRAP, SIGABRT, SIGSYS}) sigdelset(&all, fault);
+  pthread_sigmask(SIG_SETMASK, &all, before);
+}
+
+}  // namespace
+
+struct Dispatcher::Impl {
+  struct Command {
+    std::function<void()> run;
+    bool done = false;
+  };
+
+  Impl(uint32_t spin_us, std::vector<int> cpu_list) : spin_ns(uint64_t{spin_us} * 1000), cpus(std::move(cpu_list)) {
+    epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (epoll_fd < 0 || wake_fd < 0 || !watch(wake_fd)) {
+      int error = errno;
+      close(epoll_fd);
+      close(wake_fd);
+      throw CoreError("internal", std::string("dispatcher: ") + std::strerror(error), "raise the limit on open files");
+    }
+  }
+  ~Impl() {
+    close(epoll_fd);
+    close(wake_fd);
+  }
+
+  // Edge-triggered: every write to the eventfd is an event, so that nobody needs to read it back to zero.
+  bool watch(int fd) {
+    epoll_event event = {};
+    event.events = EPOLLIN | EPOLLET;
+    return epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) == 0;
+  }
+
+  // Runs `run` on the dispatcher's thread between two turns, or here when there is no such thread; returns when done.
+  void command(std::function<void()> run) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (!running) return run();
+    Command entry{std::move(run)};
+    commands.push_back(&entry);
+    commands_waiting.store(true, std::memory_order_seq_cst);
+    wake();
+    changed.wait(lock, [&] { return entry.done; });
+  }
+
+  void wake() {
+    uint64_t one = 1;
+    while (write(wake_fd, &one, sizeof(one)) < 0 && errno == EINTR) {
+    }
+  }
+
+  void run_commands() {
+    std::lock_guard<std::mutex> lock(mutex);
+    commands_waiting.store(false, std::memory_order_relaxed);
+    for (Command* entry : commands) {
+      entry->run();
+      entry->done = true;
+    }
+    commands.clear();
+    changed.notify_all();
+  }
+
+  void loop() {
+    uint64_t last_work_ns = monotonic_ns();
+    for (;;) {
+      if (commands_waiting.load(std::memory_order_acquire)) run_commands();
+      if (stopping) return leave();
+      uint64_t now = begin_turn();
+      if (Session* session = pick()) {
+        run(*session);
+        last_work_ns = monotonic_ns();
+      } else if (draining && !drained) {
+        tell_drained();
+      } else if (now - last_work_ns < spin_ns) {
+        cpu_pause();
+      } else {
+        sleep();
+        last_work_ns = monotonic_ns();
+      }
+    }
+  }
+
+  uint64_t begin_turn() noexcept {
+    uint64_t now = monotonic_ns();
+    last_turn_ns.store(now, std::memory_order_relaxed);
+    bool beat = now - last_beat_ns >= kBeatNs;
+    if (beat) last_beat_ns = now;
+    for (auto& session : sessions) {
+      if (session->ended()) continue;
+      if (uint32_t refused = session->look(now)) failed.fetch_add(refused, std::memory_order_relaxed);
+      if (beat) session->ring().set_heartbeat(now);
+    }
+    return now;
+  }
+
+  // Whose request runs next: round robin, one request a turn. The one place that weights and time slices will change.
+  Session* pick() noexcept {
+    for (size_t i = 0; i < sessions.size(); ++i) {
+      Session& session = *sessions[(next + i) % sessions.size()];
+      if (!session.has_work()) continue;
+      next = (next + i + 1) % sessions.size();
+      return &session;
+    }
+    return nullptr;
+  }
+
+  void run(Session& session) noexcept {
+    Session::Outcome outcome = session.run_one();
+    (outcome.ok ? completed : failed).fetch_add(1, std::memory_order_relaxed);
+    tokens.fetch_add(outcome.tokens, std::memory_order_relaxed);
+    compute_ns.fetch_add(outcome.compute_ns, std::memory_order_relaxed);
+  }
+
+  // parked = 1, full fence, look again, sleep. A client publishes, full fence, reads parked: one of the two sees the
+  // other, so that a request is never published to a sleeper without a ring of the doorbell.
+  void sleep() {
+    set_parked(true);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    bool work = commands_waiting.load(std::memory_order_relaxed);
+    for (auto& session : sessions) work = work || (!session->ended() && session->ring().pending() != 0);
+    if (!work) {
+      asleep.store(true, std::memory_order_relaxed);
+      epoll_event events[16];
+      epoll_wait(epoll_fd, events, 16, -1);
+      last_turn_ns.store(monotonic_ns(), std::memory_order_relaxed);
+      asleep.store(false, std::memory_order_relaxed);
+    }
+    set_parked(false);
+  }
+
+  void set_parked(bool parked) noexcept {
+    for (auto& session : sessions) session->ring().set_parked(parked);
+  }
+
+  void tell_drained() {
+    std::lock_guard<std::mutex> lock(mutex);
+    drained = true;
+    changed.notify_all();
+  }
+
+  // The thread's end: nobody may wait for an answer that will not come.
+  void leave() {
+    refuse_all(SYSHAX_RING_SHUTTING_DOWN);
+    for (auto& session : sessions) {
+      failed.fetch_add(session->answer_queued() + session->look(monotonic_ns()), std::memory_order_relaxed);
+    }
+    std::lock_guard<std::mutex> lock(mutex);
+    running = false;
+    drained = true;
+    asleep.store(true, std::memory_order_relaxed);
+    for (Command* entry : commands) {
+      entry->run();
+      entry->done = true;
+    }
+    commands.clear();
+    changed.notify_all();
+  }
+
+  void refuse_all(syshax_ring_status status) {
+    for (auto& session : sessions) {
+      if (session->model()) session->refuse(status);
+      session->ring().set_closing();
+    }
+  }
+
+  const uint64_t spin_ns;
+  const std::vector<int> cpus;
+  int epoll_fd = -1, wake_fd = -1;
+  std::thread thread;
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Command*> commands;
+  bool running = false;
+  std::atomic<bool> commands_waiting{false};
+  std::vector<std::unique_ptr<Session>> sessions;
+  size_t next = 0;
+  uint64_t last_beat_ns = 0;
+  // Changed on the thread (by commands) or before it starts; drained is read by drain() under the mutex.
+  bool stopping = false, draining = false, drained = false;
+
+  std::atomic<uint64_t> completed{0}, failed{0}, tokens{0}, compute_ns{0}, last_turn_ns{0};
+  std::atomic<bool> asleep{true};
+};
+
+Dispatcher::Dispatcher(uint32_t spin_us, std::vector<int> cpus)
+    : impl_(std::make_unique<Impl>(spin_us, std::move(cpus))) {}
+
+Dispatcher::~Dispatcher() { stop(); }
+
+void Dispatcher::start() {
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  if (impl_->running) return;
+  impl_->stopping = false;
+  impl_->asleep.store(false);
+  impl_->last_turn_ns.store(monotonic_ns());
+  sigset_t before;
+  block_signals(&before);
+  try {
+    impl_->thread = std::thread([this] { impl_->loop(); });
+    impl_->running = true;
+  } catch (const std::system_error& e) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw CoreError("no_memory", std::string("starting the dispatcher's thread: ") + e.what(), "raise TasksMax=");
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  lock.unlock();
+  pthread_setname_np(impl_->thread.native_handle(), "syshax-dispatch");
+  if (impl_->cpus.empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int cpu : impl_->cpus) CPU_SET(cpu, &set);
+  int error = pthread_setaffinity_np(impl_->thread.native_handle(), sizeof(set), &set);
+  if (error == 0) return;
+  stop();
+  throw CoreError("hardware", std::string("pinning the dispatcher's thread: ") + std::strerror(error),
+                  "name CPUs inside the allowed set");
+}
+
+void Dispatcher::stop() {
+  impl_->command([this] { impl_->stopping = true; });
+  if (impl_->thread.joinable()) impl_->thread.join();
+}
+
+bool Dispatcher::drain(double timeout_s) {
+  impl_->command([this] {
+    if (impl_->draining) return;
+    impl_->draining = true;
+    impl_->refuse_all(SYSHAX_RING_SHUTTING_DOWN);
+  });
+  std::unique_lock<std::mutex> lock(impl_->mutex);
+  return impl_->changed.wait_for(lock, std::chrono::duration<double>(timeout_s),
+                                 [&] { return impl_->drained || !impl_->running; });
+}
+
+void Dispatcher::add_session(const SessionSpec& spec) {
+  auto session = std::make_unique<Session>(spec);
+  std::string error;
+  impl_->command([&] {
+    for (auto& other : impl_->sessions)
+      if (other->id() == spec.session_id) error = "session " + std::to_string(spec.session_id) + " exists already";
+    if (error.empty() && !impl_->watch(session->ring().doorbell_fd()))
+      error = std::string("watching a doorbell: ") + std::strerror(errno);
+    if (!error.empty()) return;
+    if (impl_->draining) session->refuse(SYSHAX_RING_SHUTTING_DOWN);
+    session->ring().set_parked(false);  // a command runs only while nobody sleeps
+    impl_->sessions.push_back(std::move(session));
+  });
+  if (!error.empty()) throw CoreError("internal", error);
+}
+
+void Dispatcher::remove_session(uint64_t session_id) {
+  std::unique_ptr<Session> removed;
+  impl_->command([&] {
+    auto& sessions = impl_->sessions;
+    for (size_t i = 0; i < sessions.size(); ++i) {
+      if (sessions[i]->id() != session_id) continue;
+      epoll_ctl(impl_->epoll_fd, EPOLL_CTL_DEL, sessions[i]->ring().doorbell_fd(), nullptr);
+      removed = std::move(sessions[i]);
+      sessions.erase(sessions.begin() + static_cast<std::ptrdiff_t>(i));
+      if (impl_->next > i) --impl_->next;
+      return;
+    }
+  });
+}
+
+void Dispatcher::forget_model(const ExpertModel* model) {
+  std::vector<std::shared_ptr<ExpertModel>> released;
+  impl_->command([&] {
+    for (auto& session : impl_->sessions) {
+      if (session->model() != model) continue;
+      session->refuse(SYSHAX_RING_MODEL_GONE);
+      impl_->failed.fetch_add(session->answer_queued(), std::memory_order_relaxed);
+      released.push_back(session->release_model());
+    }
+  });
+}
+
+std::vector<SessionStats> Dispatcher::session_stats() const {
+  std::lock_guard<std::mutex> lock(impl_->mutex);
+  std::vector<SessionStats> all;
+  for (auto& session : impl_->sessions) all.push_back(session->stats());
+  return all;
+}
+
+DispatcherStats Dispatcher::stats() const {
+  DispatcherStats stats;
+  stats.requests_completed = impl_->completed.load(std::memory_order_relaxed);
+  stats.requests_failed = impl_->failed.load(std::memory_order_relaxed);
+  stats.tokens = impl_->tokens.load(std::memory_order_relaxed);
+  stats.compute_ns = impl_->compute_ns.load(std::memory_order_relaxed);
+  uint64_t now = monotonic_ns(), last = impl_->last_turn_ns.load(std::memory_order_relaxed);
+  bool asleep = impl_->asleep.load(std::memory_order_relaxed);
+  stats.heartbeat_age_ns = asleep || now < last ? 0 : now - last;
+  return stats;
+}
+
+}  // namespace syshax
