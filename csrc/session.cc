@@ -1,3 +1,4 @@
+// Contract: session.h. The order of checks is the order of the statuses in docs/RING.md.
 #include "session.h"
 
 #include <cstring>

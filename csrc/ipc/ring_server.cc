@@ -1,3 +1,4 @@
+// Contract: ring_server.h. Every number that leads into shared memory comes from layout_, which is private.
 #include "ipc/ring_server.h"
 
 #include <fcntl.h>
