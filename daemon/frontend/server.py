@@ -28,6 +28,8 @@ from syshaxd.frontend.keys import KeyRing
 
 log = logging.getLogger("syshax.api")
 _FIRST_LISTEN_FD = 3
+_LAST_REQUEST_SECONDS = 0.25
+"""A request that is on its way as we stop, on a connection that we hold, still gets its answer and then the close."""
 _BREAK_OFF_SECONDS = 2.0
 """For the error events of what draining cut, to reach their clients."""
 
@@ -194,10 +196,11 @@ class Process:
         seconds = self._config.timeouts.drain_seconds
         self._notifier.notify(f"STOPPING=1\nSTATUS=finishing {len(app.proxy.active)} requests")
         log.info("stopping: %d requests have %g s to finish", len(app.proxy.active), seconds)
+        app.proxy.draining = True
+        await asyncio.sleep(0)  # what the kernel has accepted for us
         for site in list(runner.sites):
             await site.stop()
-        await asyncio.sleep(0)
-        app.proxy.draining = True
+        await asyncio.sleep(min(_LAST_REQUEST_SECONDS, seconds))
         for connection in runner.server.connections if runner.server else ():
             if isinstance(connection, _Connection):
                 connection.drain()
