@@ -130,6 +130,12 @@ class RequestTimeoutError(SyshaxError):
     code, http_status, exit_code = "timeout", 504, 9
 
 
+class TooLargeError(SyshaxError):
+    """A request's body is larger than the configured limit."""
+
+    code, http_status, exit_code = "too_large", 413, 2
+
+
 class VersionError(SyshaxError):
     """Client and daemon speak different protocol or ring versions."""
 

@@ -186,7 +186,7 @@ class LoggingConfig(Section):
 
 
 class AccessConfig(Section):
-    """Who may do what. Root and the daemon's own user are always administrators."""
+    """Who may do what. Root always is an administrator, and so is the own user of a daemon started with --user."""
 
     group: Group = _key(
         "syshax",

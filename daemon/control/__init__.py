@@ -1,0 +1,1 @@
+"""The control API: HTTP and JSON over the Unix socket."""

@@ -1,0 +1,113 @@
+"""The command line of syshaxd. Starts the daemon, or checks its configuration, or measures (`syshaxd bench`).
+
+Exit codes:
+  0    stopped in order, or the configuration is good
+  1    an internal fault
+  2    configuration, arguments or hardware do not allow a start
+  3    another syshaxd, or another program, has the runtime directory
+  4    stopped, but requests that were accepted could not be finished within limits.drain_seconds
+  130  a second signal cut the stop short
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from syshax.errors import SyshaxError
+from syshax.protocol import DEFAULT_RUNTIME_DIR
+from syshaxd.config_files import DEFAULT_CONFIG, ConfigFiles
+from syshaxd.core import compiled_core
+from syshaxd.server import Options, Server, check_start
+from syshaxd.status import version
+
+DEFAULT_STATE_DIR = "/var/lib/syshax"
+app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode=None)
+
+
+def default_runtime_dir(user: bool) -> Path:
+    """/run/syshax; for a user's own daemon $XDG_RUNTIME_DIR/syshax, or /tmp/syshax-UID."""
+    if not user:
+        return Path(DEFAULT_RUNTIME_DIR)
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base) / "syshax" if base else Path(f"/tmp/syshax-{os.geteuid()}")
+
+
+def default_state_dir(user: bool) -> Path:
+    """What systemd gives, else /var/lib/syshax; for a user's own daemon under $XDG_STATE_HOME."""
+    given = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+    if given:
+        return Path(given)
+    if not user:
+        return Path(DEFAULT_STATE_DIR)
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local/state") / "syshax"
+
+
+def options_from(config: Path | None, runtime_dir: Path | None, state_dir: Path | None, user: bool) -> Options:
+    main = config or DEFAULT_CONFIG
+    files = ConfigFiles(main, required=config is not None, state_dir=state_dir or default_state_dir(user))
+    return Options(files, (runtime_dir or default_runtime_dir(user)).absolute(), user)
+
+
+def fail(error: SyshaxError) -> int:
+    """Says what is wrong on standard error. The exit code."""
+    print(f"syshaxd: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"hint: {error.hint}", file=sys.stderr)
+    return error.exit_code
+
+
+async def serve(options: Options) -> int:
+    return await Server(compiled_core(), options).run()
+
+
+@app.callback(invoke_without_command=True)
+def syshaxd(
+    context: typer.Context,
+    config: Annotated[Path | None, typer.Option(help="Configuration file; F.d/*.toml beside it are read too.")] = None,
+    runtime_dir: Annotated[
+        Path | None, typer.Option(envvar="SYSHAX_RUNTIME_DIR", help="Directory of control.sock and attach.sock.")
+    ] = None,
+    state_dir: Annotated[Path | None, typer.Option(help="Where `config set` keeps its changes.")] = None,
+    user: Annotated[
+        bool, typer.Option("--user", help="A daemon of your own: private directory, you are its administrator.")
+    ] = False,
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="Check configuration and hardware plan, start nothing.")
+    ] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Computes the routed experts of Mixture-of-Experts models for workers that attach."""
+    if context.invoked_subcommand is not None:
+        return
+    if show_version:
+        print(f"syshaxd {version()}")
+        return
+    options = options_from(config, runtime_dir, state_dir, user)
+    try:
+        if check_config:
+            plan = check_start(compiled_core(), options.files.load().config)
+            print(f"ok: {plan.threads} threads on {len(plan.nodes)} nodes")
+            return
+        code = asyncio.run(serve(options))
+    except SyshaxError as error:
+        code = fail(error)
+    except Exception:
+        logging.getLogger("syshaxd").exception("syshaxd failed")
+        code = 1
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The control API's frame: one aiohttp application whose every answer, errors included, has the same form.
+
+Owns the translation of errors, the boot id's header, body limits and the reading of JSON bodies. What the routes do is
+routes.py's, who may use them rights.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from aiohttp import web
+from pydantic import BaseModel, ValidationError
+
+from syshax.errors import InternalError, InvalidArgumentError, NotFoundError, SyshaxError, TooLargeError
+from syshax.protocol import ROUTES, ErrorAnswer, ErrorBody
+from syshaxd.core import Core, translated
+from syshaxd.quantities import human_size
+
+log = logging.getLogger(__name__)
+BOOT_ID_HEADER = "X-Syshax-Boot-Id"
+BODY_SECONDS = 10.0
+_MAX_BODY = 1 << 30
+"""aiohttp's own bound; the configured one is checked here, since it is live."""
+
+Message = TypeVar("Message", bound=BaseModel)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def json_answer(message: BaseModel, status: int = 200) -> web.Response:
+    return web.Response(text=message.model_dump_json(), content_type="application/json", status=status)
+
+
+def error_answer(error: SyshaxError) -> web.Response:
+    body = ErrorBody(code=error.code, message=error.message, hint=error.hint)
+    return json_answer(ErrorAnswer(error=body), error.http_status)
+
+
+async def read_body(request: web.Request, message: type[Message], limit: int) -> Message:
+    """The body as that message. Raises InvalidArgumentError, naming the field, or TooLargeError."""
+    if request.content_length is not None and request.content_length > limit:
+        raise _too_large(request.content_length, limit)
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.content.iter_any():
+                data += chunk
+                if len(data) > limit:
+                    raise _too_large(len(data), limit)
+    except TimeoutError:
+        raise InvalidArgumentError(f"the body did not come within {BODY_SECONDS:g} s") from None
+    try:
+        return message.model_validate_json(bytes(data))
+    except ValidationError as error:
+        faults = [_fault(message, dict(detail)) for detail in error.errors(include_url=False)[:8]]
+        raise InvalidArgumentError("; ".join(faults), f"fields: {', '.join(message.model_fields)}") from None
+
+
+def _too_large(size: int, limit: int) -> TooLargeError:
+    return TooLargeError(
+        f"the body has {human_size(size)} or more, limits.control_body allows {human_size(limit)}",
+        "syshaxctl config set limits.control_body ...",
+    )
+
+
+def _fault(message: type[BaseModel], detail: dict[str, object]) -> str:
+    location = detail["loc"]
+    where = ".".join(str(part) for part in location) if isinstance(location, tuple) else ""
+    if detail["type"] == "extra_forbidden":
+        return f"{where} is not a field of {message.__name__}"
+    if detail["type"] == "json_invalid":
+        return f"the body is not JSON: {detail['msg']}"
+    seen = f" (value: {detail['input']!r:.100})" if where and detail["type"] != "missing" else ""
+    return f"{where or 'the body'}: {detail['msg']}{seen}"
+
+
+def make_app(core: Core, boot_id: str, add_routes: Callable[[web.UrlDispatcher], None]) -> web.Application:
+    @web.middleware
+    async def same_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            answer = await handler(request)
+        except web.HTTPException as error:
+            answer = error_answer(_http_error(request, error))
+        except Exception as error:
+            cause = translated(core, error)
+            if not isinstance(cause, SyshaxError):
+                log.exception("%s %s failed", request.method, request.path)
+                cause = InternalError(
+                    f"{request.method} {request.path} failed inside the daemon", "the daemon's log has the details"
+                )
+            answer = error_answer(cause)
+        answer.headers[BOOT_ID_HEADER] = boot_id
+        return answer
+
+    app = web.Application(middlewares=[same_form], client_max_size=_MAX_BODY)
+    add_routes(app.router)
+    return app
+
+
+def _http_error(request: web.Request, error: web.HTTPException) -> SyshaxError:
+    if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
+        paths = ", ".join(route for route in ROUTES if route.split()[1].split("/{")[0] in request.path)
+        return NotFoundError(f"there is no {request.method} {request.path}", f"routes: {paths or ', '.join(ROUTES)}")
+    return InvalidArgumentError(f"{request.method} {request.path}: {error.reason}")

@@ -1,0 +1,149 @@
+"""The control API's routes: each reads a request, asks one part of the daemon, and gives its answer.
+
+Owns the mapping of syshax.protocol.ROUTES to the parts. No logic beyond rights and arguments lives here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from syshax.errors import InvalidArgumentError
+from syshax.protocol import (
+    ConfigChangeAnswer,
+    ConfigSetRequest,
+    DoctorAnswer,
+    LoadRequest,
+    ModelsAnswer,
+    SessionsAnswer,
+    UnloadAnswer,
+)
+from syshaxd.control.app import Handler, json_answer, read_body
+from syshaxd.control.rights import Rights
+from syshaxd.doctor import run_checks
+from syshaxd.peers import Peer, peer_of
+from syshaxd.status import Parts, Reporter
+
+
+class Routes:
+    """`change_config` applies a change of the configuration to the parts (it is the server's)."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        reporter: Reporter,
+        rights: Rights,
+        metrics: CollectorRegistry,
+        change_config: Callable[[Callable[[], ConfigChangeAnswer]], ConfigChangeAnswer],
+    ) -> None:
+        self._parts, self._reporter, self._rights, self._metrics = parts, reporter, rights, metrics
+        self._change_config = change_config
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        table: dict[str, Handler] = {
+            "GET /v1/status": self.status,
+            "GET /v1/models": self.models,
+            "GET /v1/models/{name}": self.model,
+            "POST /v1/models": self.load,
+            "DELETE /v1/models/{name}": self.unload,
+            "GET /v1/sessions": self.sessions,
+            "DELETE /v1/sessions/{session_id}": self.end_session,
+            "GET /v1/topology": self.topology,
+            "GET /v1/kernels": self.kernels,
+            "GET /v1/config": self.config,
+            "PATCH /v1/config": self.set_config,
+            "POST /v1/config/reload": self.reload_config,
+            "GET /v1/doctor": self.doctor,
+            "GET /metrics": self.metrics,
+        }
+        for route, handler in table.items():
+            method, path = route.split()
+            router.add_route(method, path, handler)
+
+    def _administrator(self, request: web.Request, what: str) -> Peer:
+        peer = _peer(request)
+        self._rights.require_administrator(peer, what)
+        return peer
+
+    def _body_limit(self) -> int:
+        return self._parts.config.current().limits.control_body
+
+    async def status(self, request: web.Request) -> web.Response:
+        return json_answer(self._reporter.status())
+
+    async def models(self, request: web.Request) -> web.Response:
+        return json_answer(ModelsAnswer(boot_id=self._parts.boot, models=self._parts.registry.infos()))
+
+    async def model(self, request: web.Request) -> web.Response:
+        return json_answer(self._parts.registry.info_of(request.match_info["name"]))
+
+    async def load(self, request: web.Request) -> web.Response:
+        wanted = await read_body(request, LoadRequest, self._body_limit())
+        entry = self._parts.registry.load(wanted, self._rights.is_administrator(_peer(request)))
+        return json_answer(self._parts.registry.info(entry), 202)
+
+    async def unload(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        self._administrator(request, "unload models")
+        state = await self._parts.registry.unload(name, _flag(request, "force"))
+        return json_answer(
+            UnloadAnswer(boot_id=self._parts.boot, name=name, state=state.value if state else "unloaded")
+        )
+
+    async def sessions(self, request: web.Request) -> web.Response:
+        return json_answer(SessionsAnswer(boot_id=self._parts.boot, sessions=self._parts.sessions.infos()))
+
+    async def end_session(self, request: web.Request) -> web.Response:
+        text = request.match_info["session_id"]
+        if not text.isdecimal() or len(text) > 18:
+            raise InvalidArgumentError(f"{text!r} is not a session's number")
+        session, peer = self._parts.sessions.get(int(text)), _peer(request)
+        if session.peer.uid != peer.uid:
+            self._rights.require_administrator(peer, "end other users' sessions")
+        session.end(f"ended over the control API by {peer}")
+        return json_answer(SessionsAnswer(boot_id=self._parts.boot, sessions=self._parts.sessions.infos()))
+
+    async def topology(self, request: web.Request) -> web.Response:
+        return json_answer(self._reporter.topology())
+
+    async def kernels(self, request: web.Request) -> web.Response:
+        return json_answer(self._reporter.kernels())
+
+    async def config(self, request: web.Request) -> web.Response:
+        return json_answer(self._parts.config.answer(self._parts.boot))
+
+    async def set_config(self, request: web.Request) -> web.Response:
+        self._administrator(request, "change the configuration")
+        wanted = await read_body(request, ConfigSetRequest, self._body_limit())
+        config, boot = self._parts.config, self._parts.boot
+        return json_answer(self._change_config(lambda: config.set(wanted.values, boot)))
+
+    async def reload_config(self, request: web.Request) -> web.Response:
+        self._administrator(request, "reload the configuration")
+        config, boot = self._parts.config, self._parts.boot
+        return json_answer(self._change_config(lambda: config.reload(boot)))
+
+    async def doctor(self, request: web.Request) -> web.Response:
+        checks = await asyncio.to_thread(run_checks, self._parts, self._reporter)
+        return json_answer(DoctorAnswer(boot_id=self._parts.boot, checks=checks))
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _peer(request: web.Request) -> Peer:
+    """Who sent it. The transport is there as long as the request is handled."""
+    transport = request.transport
+    if transport is None:
+        raise InvalidArgumentError("the client left")
+    return peer_of(transport.get_extra_info("socket"))
+
+
+def _flag(request: web.Request, name: str) -> bool:
+    value = request.query.get(name, "0")
+    if value not in ("0", "1"):
+        raise InvalidArgumentError(f"{name}={value}: expected 0 or 1")
+    return value == "1"

@@ -1,0 +1,335 @@
+"""Which models there are and in what state: loading, ready, failed with the reason, unloading.
+
+Owns the life of a model between a request to load it and its memory being free again, and who may ask for what. All
+state lives on the event loop; the work is done one model at a time in one loading thread (loader.py). Sessions hold a
+model by being in `Entry.sessions`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from syshax.errors import (
+    CancelledError,
+    InvalidArgumentError,
+    ModelExistsError,
+    ModelInUseError,
+    ModelNotReadyError,
+    NoMemoryError,
+    NotAllowedError,
+    ShuttingDownError,
+    SyshaxError,
+    UnknownModelError,
+)
+from syshax.protocol import Dtype, LoadRequest, ModelInfo, ModelState, WeightFormat
+from syshaxd import loader
+from syshaxd.config import Config
+from syshaxd.core import Core, CoreModel, CoreRuntime
+from syshaxd.loader import Blueprint, LoadProgress, MemoryBudget
+from syshaxd.planner import Plan
+from syshaxd.quantities import human_size
+
+log = logging.getLogger(__name__)
+UNLOAD_WAIT_SECONDS = 10.0
+"""How long an unload waits for a load in progress to stop (one layer) before it answers "unloading"."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One model that was asked for. `model` is there when ready (and while unloading)."""
+
+    name: str
+    path: Path
+    format: WeightFormat
+    state: ModelState = ModelState.LOADING
+    reason: str = ""
+    blueprint: Blueprint | None = None
+    model: CoreModel | None = None
+    progress: LoadProgress = field(default_factory=LoadProgress)
+    cancel: threading.Event = field(default_factory=threading.Event)
+    task: asyncio.Task[None] | None = None
+    sessions: set[int] = field(default_factory=set)
+    freed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_for(self, path: Path, format: WeightFormat | None) -> bool:
+        """Whether a load of that path and format would give this."""
+        return same_path(self.path, path) and format in (None, self.format)
+
+
+def same_path(left: Path, right: Path) -> bool:
+    return os.path.realpath(left) == os.path.realpath(right)
+
+
+class Registry:
+    """`config` is called at each use, so that live changes count. `end_sessions` ends all sessions of an entry."""
+
+    def __init__(self, core: Core, runtime: CoreRuntime, plan: Plan, config: Callable[[], Config]) -> None:
+        self._core, self._runtime, self._plan, self._config = core, runtime, plan, config
+        self._entries: dict[str, Entry] = {}
+        self._thread = ThreadPoolExecutor(1, "load")
+        self._closing = False
+        self.end_sessions: Callable[[Entry, str], None] = lambda entry, reason: None
+
+    # ------------------------------------------------------------------ reading
+
+    def entries(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def pool_bytes(self) -> int:
+        return sum(entry.model.pool_bytes() for entry in self.entries() if entry.model)
+
+    def infos(self) -> list[ModelInfo]:
+        """All models, those of the configuration that are not loaded included, by name."""
+        configured = [self._configured_info(name) for name in self._config().models if name not in self._entries]
+        return sorted([self.info(entry) for entry in self.entries()] + configured, key=lambda info: info.name)
+
+    def info_of(self, name: str) -> ModelInfo:
+        if name in self._entries:
+            return self.info(self._entries[name])
+        if name in self._config().models:
+            return self._configured_info(name)
+        raise self._unknown(name)
+
+    def info(self, entry: Entry) -> ModelInfo:
+        model, blueprint = entry.model, entry.blueprint
+        return ModelInfo(
+            name=entry.name,
+            path=str(entry.path),
+            format=entry.format,
+            state=entry.state,
+            reason=entry.reason,
+            configured=entry.name in self._config().models,
+            architecture=blueprint.architecture.name if blueprint else "",
+            geometry=blueprint.geometry if blueprint else None,
+            fingerprint=blueprint.fingerprint if blueprint else "",
+            progress=entry.progress.message(),
+            node_bytes=self.by_node(model.node_bytes()) if model else {},
+            kernels={Dtype(dtype): kernel for dtype, kernel in model.kernels().items()} if model else {},
+            sessions=len(entry.sessions),
+            forward_calls=model.forward_calls() if model else 0,
+        )
+
+    def by_node(self, by_index: dict[int, int]) -> dict[int, int]:
+        """The core counts nodes by their place in the plan; everyone else by the system's number."""
+        return {self._plan.nodes[index].node: value for index, value in by_index.items()}
+
+    def _configured_info(self, name: str) -> ModelInfo:
+        config = self._config()
+        return ModelInfo(
+            name=name,
+            path=config.models[name].path,
+            format=config.model_format(name),
+            state=ModelState.CONFIGURED,
+            configured=True,
+        )
+
+    def _unknown(self, name: str) -> UnknownModelError:
+        names = sorted({*self._entries, *self._config().models})
+        near = get_close_matches(name, names, 1)
+        hint = f"did you mean {near[0]}?" if near else f"models: {', '.join(names)}" if names else "none is loaded"
+        return UnknownModelError(f"there is no model named {name!r}", hint)
+
+    def ready(self, name: str) -> Entry:
+        """The entry of a model that can be attached to. Raises UnknownModelError or ModelNotReadyError."""
+        entry = self._entries.get(name)
+        if entry is not None and entry.state is ModelState.READY:
+            return entry
+        if entry is None:
+            if name in self._config().models:
+                raise ModelNotReadyError(
+                    f"{name} is configured but not loaded", f"load it: syshaxctl load --name {name}, or autoload = true"
+                )
+            raise self._unknown(name)
+        if entry.state is ModelState.FAILED:
+            raise ModelNotReadyError(
+                f"{name} could not be loaded: {entry.reason}", "remove the cause, then load it again"
+            )
+        done = entry.progress
+        loading = f"loading ({done.stage}, layer {done.layers_done} of {done.layers_total})"
+        state = loading if entry.state is ModelState.LOADING else "being unloaded"
+        raise ModelNotReadyError(f"{name} is {state}", "try again later")
+
+    # ------------------------------------------------------------------ loading
+
+    def load(self, request: LoadRequest, administrator: bool) -> Entry:
+        """Starts loading, or gives what is there already. Returns at once.
+
+        Raises NotAllowedError, UnknownModelError, InvalidArgumentError, ModelExistsError, ModelNotReadyError (it is
+        being unloaded), ShuttingDownError.
+        """
+        if self._closing:
+            raise ShuttingDownError("the daemon is stopping")
+        path, format = self._resolve(request, administrator)
+        entry = self._entries.get(request.name)
+        if entry is not None and entry.state is ModelState.UNLOADING:
+            raise ModelNotReadyError(f"{request.name} is being unloaded", "try again when it is gone")
+        if entry is not None and entry.state is not ModelState.FAILED:
+            if entry.is_for(path, format if request.format or request.path else None):
+                return entry
+            raise ModelExistsError(
+                f"{request.name} is {entry.path} as {entry.format.value}, not {path} as {format.value}",
+                "unload it first, or load under another name",
+            )
+        return self._start(Entry(request.name, path, format))
+
+    def _resolve(self, request: LoadRequest, administrator: bool) -> tuple[Path, WeightFormat]:
+        config = self._config()
+        configured, known = config.models.get(request.name), self._entries.get(request.name)
+        path = self._requested_path(request)
+        if configured is not None and (path is None or same_path(path, Path(configured.path))):
+            own = config.model_format(request.name)
+            path, format, free = Path(configured.path), request.format or own, request.format in (None, own)
+        elif path is not None:
+            format, free = request.format or WeightFormat(config.precision.default_format), False
+        elif known is not None:
+            path, format, free = known.path, request.format or known.format, known.state is not ModelState.FAILED
+        else:
+            raise self._unknown(request.name)
+        if not administrator and not free:
+            raise NotAllowedError(
+                f"only administrators may load {path} as {format.value}",
+                f"name the model in the configuration, [models.{request.name}], or join the group "
+                f"{config.access.admin_group}",
+            )
+        if format.value not in config.precision.allowed_formats:
+            allowed = ", ".join(config.precision.allowed_formats)
+            raise InvalidArgumentError(f"the format {format.value} is not allowed here", f"allowed: {allowed}")
+        return path, format
+
+    @staticmethod
+    def _requested_path(request: LoadRequest) -> Path | None:
+        if request.path is None:
+            return None
+        if not request.path.startswith("/") or "\0" in request.path:
+            raise InvalidArgumentError(f"the path {request.path!r} is not absolute", "the daemon has its own directory")
+        return Path(os.path.normpath(request.path))
+
+    def _start(self, entry: Entry) -> Entry:
+        self._entries[entry.name] = entry
+        entry.task = asyncio.get_running_loop().create_task(self._load(entry), name=f"load {entry.name}")
+        return entry
+
+    async def _load(self, entry: Entry) -> None:
+        log.info("loading %s", entry.name, extra={"path": str(entry.path), "format": entry.format.value})
+        try:
+            entry.model = await asyncio.get_running_loop().run_in_executor(self._thread, self._load_blocking, entry)
+        except CancelledError as error:
+            log.info("%s", error)
+            self._forget(entry)
+        except SyshaxError as error:
+            self._fail(entry, str(error))
+            log.warning("loading %s failed: %s", entry.name, error)
+        except MemoryError:
+            self._fail(entry, str(NoMemoryError("the daemon ran out of memory for its own tables")))
+        except Exception as error:
+            self._fail(entry, f"internal error: {type(error).__name__}: {error} (the daemon's log has the details)")
+            log.exception("loading %s failed", entry.name)
+        else:
+            if entry.cancel.is_set():
+                await self._drop(entry)
+                return
+            entry.state = ModelState.READY
+            progress = entry.progress.message()
+            log.info(
+                "%s is ready: %s in %.1f s", entry.name, human_size(progress.bytes_total), progress.seconds,
+                extra={"kernels": ",".join(sorted(set(entry.model.kernels().values())))},
+            )  # fmt: skip
+
+    def _fail(self, entry: Entry, reason: str) -> None:
+        entry.state, entry.reason, entry.progress.stage = ModelState.FAILED, reason, "failed"
+
+    def _load_blocking(self, entry: Entry) -> CoreModel:
+        """In the loading thread: checks, then the load."""
+        progress = entry.progress
+        if entry.cancel.is_set():
+            raise CancelledError(f"loading {entry.name} was cancelled before it began")
+        progress.begin()
+        try:
+            blueprint = loader.sized(self._core, self._runtime, self._plan, loader.inspect(entry.path, entry.format))
+            progress.layers_total = blueprint.geometry.num_layers
+            progress.bytes_total = sum(blueprint.node_bytes)
+            entry.blueprint = blueprint
+            loader.check_memory(self._core, self._plan, blueprint, self._budget())
+            return loader.load(self._core, self._runtime, blueprint, entry.name, progress, entry.cancel)
+        finally:
+            progress.end()
+
+    def _budget(self) -> MemoryBudget:
+        memory = self._config().memory
+        return MemoryBudget(memory.limit, memory.reserve, self.pool_bytes())
+
+    def autoload(self, already: frozenset[str] = frozenset()) -> list[str]:
+        """Starts all configured models with autoload that are not there; `already` names those to leave alone."""
+        started = []
+        for name, model in self._config().models.items():
+            if model.autoload and name not in self._entries and name not in already:
+                self.load(LoadRequest(name=name), administrator=True)
+                started.append(name)
+        return started
+
+    # ---------------------------------------------------------------- unloading
+
+    async def unload(self, name: str, force: bool) -> ModelState | None:
+        """Frees a model, cancels a load, forgets a failure. None: gone; UNLOADING: a load has yet to stop.
+
+        Raises UnknownModelError, ModelInUseError (sessions, without force), ModelNotReadyError (unloading already).
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            if name in self._config().models:
+                return None
+            raise self._unknown(name)
+        if entry.state is ModelState.UNLOADING:
+            raise ModelNotReadyError(f"{name} is being unloaded already")
+        if entry.sessions and not force:
+            raise ModelInUseError(
+                f"{name} has {len(entry.sessions)} sessions", "stop its workers, or unload with --force"
+            )
+        if entry.state is ModelState.FAILED:
+            self._forget(entry)
+            return None
+        if entry.state is ModelState.LOADING:
+            return await self._cancel_load(entry)
+        await self._drop(entry)
+        return None
+
+    async def _cancel_load(self, entry: Entry) -> ModelState | None:
+        entry.cancel.set()
+        entry.state = ModelState.UNLOADING
+        try:
+            await asyncio.wait_for(entry.freed.wait(), UNLOAD_WAIT_SECONDS)
+        except TimeoutError:
+            return ModelState.UNLOADING
+        return None
+
+    async def _drop(self, entry: Entry) -> None:
+        entry.state = ModelState.UNLOADING
+        self.end_sessions(entry, f"{entry.name} is unloaded")
+        model, entry.model = entry.model, None
+        if model is not None:
+            await asyncio.to_thread(self._runtime.drop_model, model)
+        log.info("%s is unloaded", entry.name)
+        self._forget(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        if self._entries.get(entry.name) is entry:
+            del self._entries[entry.name]
+        entry.freed.set()
+
+    async def close(self) -> None:
+        """Cancels loads and waits for the one in progress to stop (one layer)."""
+        self._closing = True
+        loads = [entry.task for entry in self.entries() if entry.task and not entry.task.done()]
+        for entry in self.entries():
+            entry.cancel.set()
+        if loads:
+            await asyncio.wait(loads)
+        self._thread.shutdown()

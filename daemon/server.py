@@ -1,0 +1,252 @@
+"""The daemon's life: start in order, serve, look after things, reload, drain, stop.
+
+Owns the order in which parts are made and ended, the signals, and the words to systemd. The parts know nothing of it.
+What can be wrong is found before anything is reserved or bound: configuration, ISA, plan, sockets, in this order.
+
+READY is sent when both sockets are served. Models with autoload load after that, with their progress in STATUS=:
+a worker that attaches meanwhile is told that its model is loading, and tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from syshax.errors import ConfigError, HardwareError
+from syshax.protocol import ConfigChangeAnswer, ModelState
+from syshaxd.config import Config
+from syshaxd.config_files import ConfigFiles
+from syshaxd.control.app import make_app
+from syshaxd.control.rights import Rights
+from syshaxd.control.routes import Routes
+from syshaxd.core import Core, core_errors
+from syshaxd.live_config import LiveConfig
+from syshaxd.logs import set_up_logging
+from syshaxd.machine import Machine
+from syshaxd.metrics import metrics_registry
+from syshaxd.planner import Plan, make_plan
+from syshaxd.quantities import format_cpus
+from syshaxd.registry import Registry
+from syshaxd.sessions import Sessions
+from syshaxd.sockets import Listeners, open_listeners
+from syshaxd.status import SAMPLE_SECONDS, Parts, Reporter, version
+from syshaxd.systemd import Notifier, watchdog_seconds
+
+log = logging.getLogger(__name__)
+EXIT_UNDRAINED = 4
+EXIT_FORCED = 130
+ISA_VARIABLE = "SYSHAX_ISA"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. `user`: private directory, no groups, the own user is administrator."""
+
+    files: ConfigFiles
+    runtime_dir: Path
+    user: bool
+
+
+def isa_cap(config: Config) -> str:
+    return os.environ.get(ISA_VARIABLE) or config.compute.isa
+
+
+def check_start(core: Core, config: Config) -> Plan:
+    """All that can be checked without reserving or binding anything. Raises HardwareError."""
+    with core_errors(core):
+        for library in config.compute.operator_libraries:
+            core.load_operator_library(library)
+        core.isa_effective(isa_cap(config))
+        topology = core.topology()
+    if not topology["nodes"]:
+        raise HardwareError("the machine's topology shows no NUMA node", "is /sys mounted?")
+    return make_plan(topology, config.compute, Machine.read())
+
+
+class Server:
+    """`await Server(core, options).run()` gives the exit code."""
+
+    def __init__(self, core: Core, options: Options) -> None:
+        self._core, self._options = core, options
+        loaded = options.files.load()
+        self._config = LiveConfig(options.files, loaded)
+        config = loaded.config
+        set_up_logging(config.logging)
+        plan = check_start(core, config)
+        self._listeners: Listeners = open_listeners(options.runtime_dir, config.access.group, options.user)
+        with core_errors(core):
+            runtime = core.Runtime(
+                [node.as_core_plan() for node in plan.nodes],
+                isa_cap(config),
+                plan.spin_us,
+                config.compute.huge_pages,
+                config.compute.chunk_tokens,
+            )
+            topology = core.topology()
+        boot_id = secrets.token_bytes(16)
+        current = self._config.current
+        registry = Registry(core, runtime, plan, current)
+        sessions = Sessions(core, runtime, plan, registry, current, boot_id)
+        self._parts = Parts(
+            core, runtime, plan, registry, sessions, self._config, boot_id, isa_cap(config), topology,
+            self._listeners.group_found,
+        )  # fmt: skip
+        self._reporter = Reporter(self._parts)
+        self._notifier = Notifier()
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serves until a signal. Gives 0, or EXIT_UNDRAINED where accepted requests had to be given up."""
+        parts = self._parts
+        self._install_signals()
+        with core_errors(self._core):
+            parts.runtime.start()
+        control = await self._serve_control()
+        attach = asyncio.create_task(parts.sessions.serve(self._listeners.attach), name="attach")
+        caretaker = asyncio.create_task(self._look_after(), name="caretaker")
+        parts.state = "ready"
+        self._notifier.ready(self._status_line())
+        self._log_start()
+        parts.registry.autoload()
+        await self._first_end(self._stop.wait(), attach, caretaker)
+        try:
+            return await self._drain(attach)
+        finally:
+            caretaker.cancel()
+            await control.cleanup()
+            await asyncio.to_thread(parts.runtime.stop)
+            self._listeners.close()
+            log.info("stopped")
+
+    async def _serve_control(self) -> web.AppRunner:
+        own_user = os.geteuid() if self._options.user else None
+        routes = Routes(
+            self._parts,
+            self._reporter,
+            Rights(self._config.current, own_user),
+            metrics_registry(self._parts, self._reporter),
+            self._change_config,
+        )
+        app = make_app(self._core, self._parts.boot, routes.add_to)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+        await runner.setup()
+        await web.SockSite(runner, self._listeners.control).start()
+        return runner
+
+    @staticmethod
+    async def _first_end(wait: Awaitable[object], *tasks: asyncio.Task[None]) -> None:
+        """Until the stop is asked for; a task that ends before is a fault of ours, and ends the daemon."""
+        stop = asyncio.ensure_future(wait)
+        waiting: set[asyncio.Future[Any]] = {stop, *tasks}
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        for task in done - {stop}:
+            task.result()
+
+    def _log_start(self) -> None:
+        plan = self._parts.plan
+        log.info(
+            "syshaxd %s serves in %s", version(), self._options.runtime_dir,
+            extra={"isa": self._core.isa_effective(self._parts.isa_cap), "boot_id": self._parts.boot},
+        )  # fmt: skip
+        for node in plan.nodes:
+            log.info("node %d: %d threads on CPUs %s", node.node, len(node.cpus), format_cpus(node.cpus))
+        for warning in self._reporter.warnings():
+            log.warning("%s", warning)
+        if not self._listeners.group_found:
+            log.warning("there is no group %s: only root can connect", self._config.current().access.group)
+
+    # ----------------------------------------------------------------- while it runs
+
+    async def _look_after(self) -> None:
+        """Samples, sessions, STATUS= and the watchdog, which lives on the data plane's own turning."""
+        watchdog = watchdog_seconds()
+        period = min(SAMPLE_SECONDS, watchdog / 3) if watchdog else SAMPLE_SECONDS
+        next_sample = 0.0
+        while True:
+            if time.monotonic() >= next_sample:
+                next_sample = time.monotonic() + SAMPLE_SECONDS
+                self._reporter.sample()
+                self._parts.sessions.look_after()
+                self._notifier.status(self._status_line())
+            if watchdog and self._parts.runtime.stats()["heartbeat_age_ns"] / 1e9 < watchdog:
+                self._notifier.alive()
+            await asyncio.sleep(period)
+
+    def _status_line(self) -> str:
+        parts = self._parts
+        entries = list(parts.registry.entries())
+        ready = sum(entry.state is ModelState.READY for entry in entries)
+        words = [f"{parts.state}: {ready} models, {len(parts.sessions)} sessions"]
+        for entry in entries:
+            if entry.state is ModelState.LOADING and entry.progress.layers_total:
+                words.append(
+                    f"loading {entry.name}: {entry.progress.layers_done} of {entry.progress.layers_total} layers"
+                )
+            elif entry.state is ModelState.FAILED:
+                words.append(f"{entry.name} failed")
+        return "; ".join(words)
+
+    def _change_config(self, change: Callable[[], ConfigChangeAnswer]) -> ConfigChangeAnswer:
+        """Makes the change and gives it to the parts that do not look by themselves."""
+        before = self._config.current()
+        answer = change()
+        config = self._config.current()
+        if config.logging != before.logging:
+            set_up_logging(config.logging)
+        known = frozenset(name for name, model in before.models.items() if model.autoload)
+        self._parts.registry.autoload(known)
+        log.info("configuration changed: %s", answer.message)
+        return answer
+
+    def _reload(self) -> None:
+        self._notifier.reloading()
+        try:
+            self._change_config(lambda: self._config.reload(self._parts.boot))
+        except ConfigError as error:
+            log.error("the configuration is not reloaded: %s", error)
+        self._notifier.ready(self._status_line())
+
+    def _install_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_stop, number)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
+
+    def _on_stop(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            log.warning("second %s: stopping at once", number.name)
+            self._listeners.close()
+            logging.shutdown()
+            os._exit(EXIT_FORCED)
+        log.info("%s: stopping", number.name)
+        self._stop.set()
+
+    # ------------------------------------------------------------------------ the end
+
+    async def _drain(self, attach: asyncio.Task[None]) -> int:
+        """No new clients, no new requests; accepted ones finish, within the limit."""
+        parts = self._parts
+        limit = self._config.current().limits.drain_seconds
+        parts.state = "draining"
+        self._notifier.stopping(f"draining {len(parts.sessions)} sessions")
+        attach.cancel()
+        await asyncio.wait([attach])
+        parts.sessions.refuse_new()
+        self._listeners.close_attach()
+        drained = await asyncio.to_thread(parts.runtime.drain, float(limit))
+        if not drained:
+            log.warning("requests were still computing after %d s (limits.drain_seconds)", limit)
+        await parts.sessions.close("the daemon stops")
+        await parts.registry.close()
+        return 0 if drained else EXIT_UNDRAINED
