@@ -5,6 +5,9 @@ Owns SO_PEERCRED and SO_PEERGROUPS. What a peer may do is control/rights.py's.
 
 from __future__ import annotations
 
+import errno
+import os
+import pwd
 import socket
 import struct
 from dataclasses import dataclass
@@ -12,7 +15,8 @@ from typing import Protocol
 
 _SO_PEERGROUPS = 59
 _CREDENTIALS = struct.Struct("3i")
-_GROUPS_BYTES = 65536 * 4
+_GROUPS_BYTES = 1024
+"""The most that Python's getsockopt takes: 256 groups."""
 
 
 class SocketOptions(Protocol):
@@ -35,5 +39,19 @@ class Peer:
 def peer_of(connection: SocketOptions) -> Peer:
     """The process that connected, with its groups as they were then."""
     pid, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
-    return Peer(pid, uid, gid, frozenset([gid, *struct.unpack(f"{len(packed) // 4}I", packed)]))
+    try:
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
+        groups = struct.unpack(f"{len(packed) // 4}I", packed)
+    except OSError as error:
+        if error.errno not in (errno.ERANGE, errno.ENOPROTOOPT):
+            raise
+        groups = _groups_of_user(uid, gid)
+    return Peer(pid, uid, gid, frozenset([gid, *groups]))
+
+
+def _groups_of_user(uid: int, gid: int) -> tuple[int, ...]:
+    """By the user database, for a process in more groups than fit."""
+    try:
+        return tuple(os.getgrouplist(pwd.getpwuid(uid).pw_name, gid))
+    except KeyError:
+        return ()

@@ -104,6 +104,12 @@ class Server:
         self._reporter = Reporter(self._parts)
         self._notifier = Notifier()
         self._stop = asyncio.Event()
+        self.serving = asyncio.Event()
+        """Set when both sockets are served."""
+
+    def stop(self) -> None:
+        """Asks for an orderly stop, as SIGTERM does."""
+        self._stop.set()
 
     async def run(self) -> int:
         """Serves until a signal. Gives 0, or EXIT_UNDRAINED where accepted requests had to be given up."""
@@ -116,6 +122,7 @@ class Server:
         caretaker = asyncio.create_task(self._look_after(), name="caretaker")
         parts.state = "ready"
         self._notifier.ready(self._status_line())
+        self.serving.set()
         self._log_start()
         parts.registry.autoload()
         await self._first_end(self._stop.wait(), attach, caretaker)

@@ -1,0 +1,219 @@
+"""A core without C++: the same interface, small and obvious, computing in float32 with numpy.
+
+For API tests: formats are only bytes counted, kernels only names, rings are mapped but not served. It can be told to
+misbehave (fail, stall, take long), which the real one cannot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+BLOCKS = {"bf16": (1, 2), "fp16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
+DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+ISAS = ["scalar", "avx2", "avx512"]
+PAGE = 4096
+
+
+class CoreError(Exception):
+    def __init__(self, code: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.code, self.hint = code, hint
+
+
+def widened(array: Any, dtype: str) -> np.ndarray:
+    values = np.asarray(array)
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+class FakeModel:
+    def __init__(self, name: str, geometry: dict[str, int], format: str, node_bytes: list[int], core: FakeCore) -> None:
+        self.name, self.format = name, format
+        self._geometry, self._bytes, self._core = geometry, node_bytes, core
+        self.layers: dict[int, tuple[list[np.ndarray], ...]] = {}
+        self.sealed = self.dropped = False
+
+    def geometry(self) -> dict[str, int]:
+        return self._geometry
+
+    def pool_bytes(self) -> int:
+        return sum(self._bytes)
+
+    def node_bytes(self) -> dict[int, int]:
+        return dict(enumerate(self._bytes))
+
+    def huge_bytes(self) -> dict[int, int]:
+        return dict.fromkeys(range(len(self._bytes)), 0)
+
+    def kernels(self) -> dict[str, str]:
+        return {dtype: self._core.select_kernel(self.format, dtype, self._core.runtime_cap) for dtype in DTYPES}
+
+    def load_layer(self, layer: int, gate: list[Any], up: list[Any], down: list[Any], dtype: str) -> None:
+        self._core.gate_load.wait()
+        if self._core.load_error is not None:
+            raise self._core.load_error
+        self.layers[layer] = tuple([widened(matrix, dtype) for matrix in group] for group in (gate, up, down))
+
+    def seal(self) -> None:
+        assert len(self.layers) == self._geometry["num_layers"]
+        self.sealed = True
+
+    def forward_calls(self) -> int:
+        return 0
+
+    def forward(self, layer: int, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, dtype: str) -> np.ndarray:
+        out = np.zeros_like(x, dtype=np.float32)
+        gate, up, down = self.layers[layer]
+        for token, row in enumerate(x):
+            for expert, weight in zip(ids[token], weights[token], strict=True):
+                if expert >= 0:
+                    g, u = gate[expert] @ row, up[expert] @ row
+                    out[token] += weight * (down[expert] @ (g / (1 + np.exp(-g)) * u))
+        return out
+
+
+class FakeRuntime:
+    def __init__(self, core: FakeCore, nodes: list[dict[str, Any]]) -> None:
+        self._core, self._nodes = core, nodes
+        self.sessions: dict[int, tuple[FakeModel, mmap.mmap]] = {}
+        self.models: list[FakeModel] = []
+        self.started = self.stopped = self.drained = False
+
+    def plan_bytes(self, geometry: dict[str, int], format: str, nodes: list[dict[str, Any]]) -> list[int]:
+        values, size = BLOCKS[format]
+        rows = geometry["hidden_size"] * geometry["intermediate_size"] * 3
+        total = geometry["num_layers"] * geometry["num_experts"] * -(-rows // values) * size
+        return [int(total * node["share"]) for node in nodes]
+
+    def create_model(self, name: str, geometry: dict[str, int], format: str) -> FakeModel:
+        model = FakeModel(name, geometry, format, self.plan_bytes(geometry, format, self._nodes), self._core)
+        self.models.append(model)
+        return model
+
+    def drop_model(self, model: FakeModel) -> None:
+        model.dropped = True
+        self.models.remove(model)
+
+    def start(self) -> None:
+        self.started = True
+
+    def drain(self, timeout_s: float) -> bool:
+        self.drained = True
+        return not self._core.never_drains
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def session_layout(
+        self, model: FakeModel, max_tokens: int, top_k: int, element_bytes: int, num_slots: int
+    ) -> dict[str, int]:
+        hidden = model.geometry()["hidden_size"]
+        slot = 2 * max_tokens * hidden * element_bytes + 2 * max_tokens * top_k * 4
+        total = -(-(3 * PAGE + num_slots * slot) // PAGE) * PAGE
+        return {
+            "version_major": 1, "version_minor": 0, "num_slots": num_slots, "max_tokens": max_tokens,
+            "hidden_size": hidden, "top_k": top_k, "element_bytes": element_bytes, "total_bytes": total,
+        }  # fmt: skip
+
+    def add_session(
+        self, session_id: int, model: FakeModel, shm_fd: int, doorbell_fd: int, boot_id: bytes, max_tokens: int,
+        top_k: int, element_bytes: int, num_slots: int, spin_us: int,
+    ) -> None:  # fmt: skip
+        size = self.session_layout(model, max_tokens, top_k, element_bytes, num_slots)["total_bytes"]
+        assert os.fstat(shm_fd).st_size == size
+        memory = mmap.mmap(shm_fd, size)
+        memory[:24] = b"SSHX" + b"\1\0\0\0" + boot_id
+        self.sessions[session_id] = (model, memory)
+        if self._core.add_error is not None:
+            raise self._core.add_error
+
+    def remove_session(self, session_id: int) -> None:
+        self.sessions.pop(session_id, None)
+
+    def session_stats(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "session_id": number, "requests": 3, "tokens": 12, "errors": 1, "in_flight": 0, "queued_ns": 5_000_000,
+                "compute_ns": 9_000_000, "last_active_ns_ago": 1_000_000_000, "heartbeat": 7,
+                "poisoned": number in self._core.poisoned,
+            }
+            for number in list(self.sessions)
+        ]  # fmt: skip
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "requests_completed": 5, "requests_failed": 1, "tokens": 20, "compute_ns": 10**9,
+            "busy_ns": [time.monotonic_ns() // 2] * len(self._nodes), "heartbeat_age_ns": self._core.heartbeat_age_ns,
+        }  # fmt: skip
+
+
+class FakeCore:
+    CoreError = CoreError
+
+    def __init__(self, topology: dict[str, Any] | None = None) -> None:
+        cpus = [[cpu] for cpu in sorted(os.sched_getaffinity(0))]
+        self._topology = topology or {
+            "source": "fake", "nodes": [{"node": 0, "memory_bytes": 1 << 34, "cores": cpus}]
+        }  # fmt: skip
+        self.free_bytes = 1 << 33
+        self.gate_load = threading.Event()
+        self.gate_load.set()
+        self.load_error: Exception | None = None
+        self.add_error: Exception | None = None
+        self.never_drains = False
+        self.heartbeat_age_ns = 0
+        self.poisoned: set[int] = set()
+        self.runtime_cap = ""
+        self.runtime: FakeRuntime | None = None
+
+    def cpu_name(self) -> str:
+        return "imaginary CPU"
+
+    def cpu_features(self, isa_cap: str = "") -> list[str]:
+        return ["avx2", "avx512"]
+
+    def isa_names(self) -> list[str]:
+        return ISAS
+
+    def isa_effective(self, isa_cap: str = "") -> str:
+        if isa_cap and isa_cap not in ISAS:
+            raise CoreError("hardware", f"there is no ISA {isa_cap!r}", f"known: {', '.join(ISAS)}")
+        return isa_cap or ISAS[-1]
+
+    def topology(self, synthetic: str = "") -> dict[str, Any]:
+        return self._topology
+
+    def node_free_bytes(self, node: int) -> int:
+        return self.free_bytes
+
+    def kernels(self, isa_cap: str = "") -> list[dict[str, Any]]:
+        return [
+            {
+                "name": f"{format}_{activation}_{isa}", "format": format, "activation": activation, "isa": isa,
+                "packing": f"{format}/1", "features": [], "dtypes": list(DTYPES), "rank": rank, "vendor": "",
+                "usable": rank <= ISAS.index(self.isa_effective(isa_cap)),
+            }
+            for format in BLOCKS
+            for activation in ("f32", "q8")
+            for rank, isa in enumerate(ISAS)
+        ]  # fmt: skip
+
+    def select_kernel(self, format: str, dtype: str, isa_cap: str = "") -> str:
+        return f"{format}_{'q8' if format.startswith('q') else 'f32'}_{self.isa_effective(isa_cap)}"
+
+    def load_operator_library(self, path: str) -> None:
+        raise CoreError("hardware", f"{path}: cannot be loaded")
+
+    def Runtime(  # a class of the core
+        self, nodes: list[Any], isa_cap: str, spin_us: int, huge_pages: str, chunk_tokens: int
+    ) -> FakeRuntime:
+        self.runtime_cap = isa_cap
+        self.runtime = FakeRuntime(self, nodes)
+        return self.runtime
