@@ -25,7 +25,8 @@ typedef struct syshax_arena {
   size_t bytes;        /* whole pages */
   int fd;              /* the memfd; owned by the arena */
   int32_t node;        /* NUMA node the pages are bound to, -1: not bound */
-  size_t huge_bytes;   /* how many of the bytes lie in huge pages, as far as the kernel says */
+  size_t huge_bytes;   /* how many of the bytes lie in huge pages, as far as the kernel says; known once sealed */
+  syshax_huge_pages huge_pages; /* as asked for */
 } syshax_arena;
 
 /* Creates, maps and binds; touches no page. name is for /proc only. */

@@ -1,0 +1,44 @@
+// The C++ face of an arena: owns one, turns its error codes into CoreError("no_memory"). Move-only.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "syshax/memory_manager.h"
+
+namespace syshax {
+
+constexpr size_t kPageBytes = 4096;
+constexpr size_t kHugePageBytes = size_t{2} << 20;
+
+class Arena {
+ public:
+  Arena() = default;
+  // Maps and binds; touches no page.
+  Arena(const std::string& name, size_t bytes, int node, syshax_huge_pages huge_pages);
+  ~Arena() { syshax_arena_destroy(&arena_); }
+  Arena(Arena&& other) noexcept;
+  Arena& operator=(Arena&& other) noexcept;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  // Different ranges may be populated by different threads at the same time.
+  void populate(size_t offset, size_t bytes);
+  void seal();
+  // Takes the descriptor over.
+  static Arena adopt(int fd, int node);
+
+  char* data() const { return static_cast<char*>(arena_.base); }
+  size_t bytes() const { return arena_.bytes; }
+  int fd() const { return arena_.fd; }
+  // Known once sealed or adopted; 0 before.
+  size_t huge_bytes() const { return arena_.huge_bytes; }
+
+ private:
+  syshax_arena arena_ = {nullptr, 0, -1, -1, 0, SYSHAX_HUGE_OFF};
+};
+
+// "off", "auto" or "require"; else CoreError("config").
+syshax_huge_pages parse_huge_pages(const std::string& value);
+
+}  // namespace syshax

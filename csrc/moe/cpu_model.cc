@@ -1,0 +1,260 @@
+#include "moe/cpu_model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <map>
+#include <optional>
+
+#include "base/error.h"
+#include "kernels/table.h"
+#include "memory/free_memory.h"
+#include "threads/crew.h"
+
+namespace syshax {
+namespace {
+
+constexpr size_t kPopulateBytes = size_t{64} << 20;  // one task's
+constexpr uint32_t kPiecesPerTask = 16;
+constexpr size_t kMaxChunkAssignments = size_t{1} << 28;
+
+std::string readable(uint64_t bytes) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.2f GiB (%llu bytes)", static_cast<double>(bytes) / (1u << 30),
+                static_cast<unsigned long long>(bytes));
+  return text;
+}
+
+DtypeKernels choose_kernels(const ExpertLayout& layout, const CpuFeatures& features) {
+  DtypeKernels kernels{};
+  for (const syshax_dtype dtype : {SYSHAX_FLOAT32, SYSHAX_FLOAT16, SYSHAX_BFLOAT16}) {
+    kernels[dtype] = select_kernel(layout.format().name, dtype, features);
+    if (kernels[dtype]->packing != &layout.packing())
+      throw CoreError("hardware", std::string("kernel ") + kernels[dtype]->name + " reads packing " +
+                                      kernels[dtype]->packing->name + ", the model is packed as " +
+                                      layout.packing().name);
+  }
+  return kernels;
+}
+
+// A row's values follow from where it lies, so that neither threads nor nodes change them.
+struct RandomRows {
+  uint64_t seed;
+  static uint64_t mix(uint64_t x) {  // splitmix64's finaliser
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+  static void fill(void* context, int which, size_t row, size_t first, size_t values, float* out) {
+    const uint64_t start = mix(static_cast<RandomRows*>(context)->seed + mix(row * 4 + static_cast<size_t>(which)));
+    const float scale = 1.0f / (std::sqrt(static_cast<float>(values)) * 2147483648.0f);
+    for (size_t i = 0; i < values; ++i)
+      out[i] = static_cast<float>(static_cast<int32_t>(mix(start + first + i) >> 32)) * scale;
+  }
+};
+
+}  // namespace
+
+std::vector<uint64_t> plan_bytes(const MoeGeometry& geometry, const std::string& format,
+                                 const std::vector<NodePlan>& plan) {
+  const ExpertLayout layout(geometry, format, plan);
+  std::vector<uint64_t> bytes;
+  for (uint32_t node = 0; node < layout.num_nodes(); ++node) bytes.push_back(layout.shard(node).arena_bytes);
+  return bytes;
+}
+
+CpuModel::CpuModel(std::string name, const MoeGeometry& geometry, const std::string& format,
+                   std::shared_ptr<Compute> compute)
+    : name_(std::move(name)),
+      compute_(std::move(compute)),
+      layout_(geometry, format, compute_->plan),
+      kernels_(choose_kernels(layout_, compute_->features)),
+      loaded_(geometry.num_layers) {
+  const size_t assignments = size_t{compute_->chunk_tokens} * geometry.top_k;
+  if (compute_->chunk_tokens == 0 || assignments > kMaxChunkAssignments)
+    throw CoreError("invalid_argument", "chunk_tokens " + std::to_string(compute_->chunk_tokens) + " with top_k " +
+                                            std::to_string(geometry.top_k) + " is out of range");
+  check_memory();
+  map_arenas();
+  std::vector<const char*> bases;
+  for (const Arena& arena : arenas_) bases.push_back(arena.data());
+  forward_ = std::make_unique<MoeForward>(layout_, std::move(bases), kernels_, select_vector_ops(compute_->features),
+                                          compute_->pool, compute_->plan, compute_->chunk_tokens,
+                                          compute_->huge_pages != SYSHAX_HUGE_OFF);
+}
+
+void CpuModel::check_memory() const {
+  if (compute_->huge_pages == SYSHAX_HUGE_REQUIRE) return;  // comes from the pool of huge pages: mapping tells
+  std::map<int, uint64_t> wanted;
+  uint64_t total = 0;
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
+    wanted[compute_->plan[node].node] += layout_.shard(node).arena_bytes;
+    total += layout_.shard(node).arena_bytes;
+  }
+  const std::string what = "model " + name_ + " in " + layout_.format().name + " needs ";
+  const std::string help = "use a smaller format, unload a model, or give it more nodes or memory";
+  for (const auto& [node, bytes] : wanted) {
+    const uint64_t free = node_free_bytes(node);
+    if (bytes > free)
+      throw CoreError("no_memory", what + readable(bytes) + (node < 0 ? "" : " on node " + std::to_string(node)) +
+                                       " and " + readable(free) + " are free", help);
+  }
+  const uint64_t allowed = cgroup_free_bytes();
+  if (total > allowed)
+    throw CoreError("no_memory", what + readable(total) + " and this process's control group allows " +
+                                     readable(allowed) + " more",
+                    "raise MemoryMax, or " + help);
+}
+
+void CpuModel::map_arenas() {
+  std::vector<uint64_t> tasks;
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
+    const size_t bytes = layout_.shard(node).arena_bytes;
+    tasks.push_back((bytes + kPopulateBytes - 1) / kPopulateBytes);
+    if (bytes == 0)
+      arenas_.emplace_back();
+    else
+      arenas_.emplace_back("syshax:" + name_ + ":" + std::to_string(node), bytes, compute_->plan[node].node,
+                           compute_->huge_pages);
+  }
+  run_crew(compute_->plan, tasks, [&](uint32_t node, uint64_t task) {
+    const size_t offset = task * kPopulateBytes;
+    arenas_[node].populate(offset, std::min(kPopulateBytes, arenas_[node].bytes() - offset));
+  });
+}
+
+size_t CpuModel::node_bytes(uint32_t node) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return arenas_[node].bytes();
+}
+
+size_t CpuModel::huge_bytes(uint32_t node) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return arenas_[node].huge_bytes();
+}
+
+void CpuModel::require(State state, const char* action) const {
+  if (state_ == state) return;
+  const char* now = state_ == State::kFilling ? "still being loaded" : state_ == State::kSealed ? "sealed" : "unloaded";
+  throw CoreError("model_not_ready", "cannot " + std::string(action) + " model " + name_ + ": it is " + now);
+}
+
+void CpuModel::check_layer(uint32_t layer) const {
+  if (layer >= geometry().num_layers)
+    throw CoreError("invalid_argument", "layer " + std::to_string(layer) + " of model " + name_ + ", which has layers 0.." +
+                                            std::to_string(geometry().num_layers - 1));
+}
+
+template <typename Pack>
+void CpuModel::pack_layer(uint32_t layer, const Pack& pack) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    require(State::kFilling, "load a layer of");
+    check_layer(layer);
+    ++loading_;
+  }
+  std::vector<uint64_t> tasks, per_expert;
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
+    const bool active = layout_.shard(node).units > 0;
+    const uint32_t pieces = active ? ShardPacker(layout_, node).num_pieces() : 0;
+    per_expert.push_back((pieces + kPiecesPerTask - 1) / kPiecesPerTask);
+    tasks.push_back(per_expert.back() * geometry().num_experts);
+  }
+  const auto finish = [&](bool complete) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    --loading_;
+    if (complete) loaded_[layer] = true;
+  };
+  try {
+    run_crew(compute_->plan, tasks, [&](uint32_t node, uint64_t task) {
+      const uint32_t expert = static_cast<uint32_t>(task / per_expert[node]);
+      const uint32_t first = static_cast<uint32_t>(task % per_expert[node]) * kPiecesPerTask;
+      ShardPacker packer(layout_, node);
+      const uint32_t last = std::min(first + kPiecesPerTask, packer.num_pieces());
+      char* const destination = arenas_[node].data() + layout_.expert_offset(node, layer, expert);
+      for (uint32_t piece = first; piece < last; ++piece) pack(packer, piece, expert, destination);
+    });
+  } catch (...) {
+    finish(false);
+    throw;
+  }
+  finish(true);
+}
+
+void CpuModel::load_layer(uint32_t layer, const std::vector<ExpertSource>& experts, syshax_dtype dtype) {
+  pack_layer(layer, [&](ShardPacker& packer, uint32_t piece, uint32_t expert, char* destination) {
+    packer.pack_piece(piece, experts[expert], dtype, destination);
+  });
+}
+
+void CpuModel::fill_random(uint64_t seed) {
+  for (uint32_t layer = 0; layer < geometry().num_layers; ++layer)
+    pack_layer(layer, [&](ShardPacker& packer, uint32_t piece, uint32_t expert, char* destination) {
+      RandomRows rows{RandomRows::mix(seed + RandomRows::mix(uint64_t{layer} << 32 | expert))};
+      packer.pack_piece(piece, RandomRows::fill, &rows, destination);
+    });
+}
+
+void CpuModel::seal() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require(State::kFilling, "seal");
+  const size_t missing = static_cast<size_t>(std::count(loaded_.begin(), loaded_.end(), false));
+  if (missing > 0 || loading_ > 0)
+    throw CoreError("model_not_ready", "cannot seal model " + name_ + ": " + std::to_string(missing) + " of " +
+                                           std::to_string(loaded_.size()) + " layers are not loaded");
+  for (Arena& arena : arenas_)
+    if (arena.bytes() > 0) arena.seal();
+  state_ = State::kSealed;
+}
+
+void CpuModel::forward(const MoeRequest& request) noexcept {
+  const std::lock_guard<std::mutex> turn(compute_->turn);
+  forward_->run(request);
+  forward_calls_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void CpuModel::forward_checked(const MoeRequest& request) {
+  check_layer(request.layer);
+  const MoeGeometry g = geometry();
+  if (request.num_tokens == 0 || request.top_k == 0 || request.top_k > g.num_experts)
+    throw CoreError("invalid_argument", std::to_string(request.num_tokens) + " tokens with top_k " +
+                                            std::to_string(request.top_k) + "; wanted at least one token and top_k in [1, " +
+                                            std::to_string(g.num_experts) + "]");
+  for (size_t i = 0; i < size_t{request.num_tokens} * request.top_k; ++i)
+    if (request.topk_ids[i] < -1 || request.topk_ids[i] >= static_cast<int64_t>(g.num_experts))
+      throw CoreError("invalid_argument", "topk_ids[" + std::to_string(i / request.top_k) + ", " +
+                                              std::to_string(i % request.top_k) + "] is " +
+                                              std::to_string(request.topk_ids[i]) + ", outside [-1, " +
+                                              std::to_string(g.num_experts) + ")");
+  const std::lock_guard<std::mutex> turn(compute_->turn);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    require(State::kSealed, "compute with");
+  }
+  forward_->run(request);
+  forward_calls_.fetch_add(1, std::memory_order_relaxed);
+}
+
+void CpuModel::dequantize(uint32_t layer, uint32_t expert, float* gate, float* up, float* down) const {
+  check_layer(layer);
+  if (expert >= geometry().num_experts)
+    throw CoreError("invalid_argument", "expert " + std::to_string(expert) + " of " +
+                                            std::to_string(geometry().num_experts));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (state_ == State::kReleased) require(State::kSealed, "read");
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node)
+    if (layout_.shard(node).units > 0)
+      ShardPacker(layout_, node).unpack(arenas_[node].data() + layout_.expert_offset(node, layer, expert), gate, up, down);
+}
+
+void CpuModel::release() {
+  const std::lock_guard<std::mutex> turn(compute_->turn);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (loading_ > 0)
+    throw CoreError("model_in_use", "model " + name_ + " is being loaded", "cancel the load first");
+  state_ = State::kReleased;
+  forward_.reset();
+  for (Arena& arena : arenas_) arena = Arena();
+}
+
+}  // namespace syshax

@@ -1,0 +1,78 @@
+// A model whose experts the CPUs compute: its arenas (one on each node), its kernels, loading and forward.
+//
+// Life: made (memory reserved and populated), filled layer by layer, sealed, served, released. Every step checks that
+// it is its turn. Loading may run on several threads; release waits for a forward in flight.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "memory/arena.h"
+#include "moe/compute.h"
+#include "moe/forward.h"
+#include "moe/shard_weights.h"
+
+namespace syshax {
+
+class CpuModel final : public ExpertModel {
+ public:
+  // Checks free memory, reserves and populates. Throws CoreError("no_memory") with the numbers.
+  CpuModel(std::string name, const MoeGeometry& geometry, const std::string& format, std::shared_ptr<Compute> compute);
+
+  const std::string& name() const override { return name_; }
+  MoeGeometry geometry() const override { return layout_.geometry(); }
+  const ExpertLayout& layout() const { return layout_; }
+  const syshax_kernel* kernel(syshax_dtype dtype) const { return kernels_[dtype]; }
+  uint64_t forward_calls() const { return forward_calls_.load(std::memory_order_relaxed); }
+
+  // Bytes held on one node of the plan, and how many of them in huge pages; 0 once released.
+  size_t node_bytes(uint32_t node) const;
+  size_t huge_bytes(uint32_t node) const;
+
+  // experts: num_experts of them. Converts and packs with threads of its own, at most one layer's sources are read.
+  void load_layer(uint32_t layer, const std::vector<ExpertSource>& experts, syshax_dtype dtype);
+  // Weights that need no checkpoint, all different: uniform in +-1 / sqrt(row length). For benches.
+  void fill_random(uint64_t seed);
+  void seal();
+
+  void forward(const MoeRequest& request) noexcept override;
+  // forward for callers that are not the dispatcher: throws CoreError("model_not_ready") unless sealed, and
+  // CoreError("invalid_argument") for a layer, top_k or id out of range.
+  void forward_checked(const MoeRequest& request);
+  // gate, up [intermediate_size, hidden_size] and down [hidden_size, intermediate_size] as the kernels see them.
+  void dequantize(uint32_t layer, uint32_t expert, float* gate, float* up, float* down) const;
+
+  // Gives the memory back; returns when no forward uses it.
+  void release();
+
+ private:
+  enum class State { kFilling, kSealed, kReleased };
+
+  void check_memory() const;
+  void map_arenas();
+  void require(State state, const char* action) const;
+  void check_layer(uint32_t layer) const;
+  // Packs `experts` consecutive experts of the layer; pack(packer, piece, expert, destination).
+  template <typename Pack>
+  void pack_layer(uint32_t layer, const Pack& pack);
+
+  const std::string name_;
+  const std::shared_ptr<Compute> compute_;
+  const ExpertLayout layout_;
+  DtypeKernels kernels_{};
+  std::vector<Arena> arenas_;
+  std::unique_ptr<MoeForward> forward_;
+  mutable std::mutex mutex_;  // guards the three below
+  State state_ = State::kFilling;
+  uint32_t loading_ = 0;
+  std::vector<bool> loaded_;
+  std::atomic<uint64_t> forward_calls_{0};
+};
+
+// Arena bytes of each node of the plan.
+std::vector<uint64_t> plan_bytes(const MoeGeometry& geometry, const std::string& format,
+                                 const std::vector<NodePlan>& plan);
+
+}  // namespace syshax

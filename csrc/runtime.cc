@@ -1,0 +1,91 @@
+#include "runtime.h"
+
+#include <utility>
+
+#include "base/error.h"
+
+namespace syshax {
+namespace {
+
+// The dispatcher's thread computes as the first node's first thread.
+std::vector<int> dispatcher_cpus(const Compute& compute) {
+  const std::vector<int>& cpus = compute.plan.front().cpus;
+  return cpus.empty() ? std::vector<int>{} : std::vector<int>{cpus.front()};
+}
+
+}  // namespace
+
+Runtime::Runtime(std::vector<NodePlan> plan, const std::string& isa_cap, uint32_t spin_us,
+                 const std::string& huge_pages, uint32_t chunk_tokens)
+    : compute_(std::make_shared<Compute>(std::move(plan), cap_cpu_features(detect_cpu_features(), isa_cap), spin_us,
+                                         parse_huge_pages(huge_pages), chunk_tokens)),
+      spin_us_(spin_us) {}
+
+Runtime::~Runtime() { stop(); }
+
+std::shared_ptr<CpuModel> Runtime::create_model(const std::string& name, const MoeGeometry& geometry,
+                                                const std::string& format) {
+  const std::lock_guard<std::mutex> lock(creating_);
+  return std::make_shared<CpuModel>(name, geometry, format, compute_);
+}
+
+void Runtime::drop_model(const std::shared_ptr<CpuModel>& model) {
+  std::shared_ptr<Dispatcher> dispatcher;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    dispatcher = dispatcher_;
+  }
+  if (dispatcher) dispatcher->forget_model(model.get());
+  model->release();
+}
+
+void Runtime::start() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (dispatcher_) return;
+  auto dispatcher = std::make_shared<Dispatcher>(spin_us_, dispatcher_cpus(*compute_));
+  dispatcher->start();
+  dispatcher_ = std::move(dispatcher);
+}
+
+bool Runtime::drain(double timeout_s) {
+  std::shared_ptr<Dispatcher> dispatcher;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    dispatcher = dispatcher_;
+  }
+  return !dispatcher || dispatcher->drain(timeout_s);
+}
+
+void Runtime::stop() {
+  std::shared_ptr<Dispatcher> dispatcher;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    dispatcher = std::move(dispatcher_);
+    dispatcher_.reset();
+  }
+  if (dispatcher) dispatcher->stop();
+}
+
+std::shared_ptr<Dispatcher> Runtime::dispatcher() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!dispatcher_) throw CoreError("shutting_down", "the data plane is not running", "call start() first");
+  return dispatcher_;
+}
+
+std::vector<SessionStats> Runtime::session_stats() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return dispatcher_ ? dispatcher_->session_stats() : std::vector<SessionStats>{};
+}
+
+DispatcherStats Runtime::dispatcher_stats() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return dispatcher_ ? dispatcher_->stats() : DispatcherStats{};
+}
+
+std::vector<uint64_t> Runtime::busy_ns() const {
+  std::vector<uint64_t> result;
+  for (uint32_t node = 0; node < compute_->pool.num_nodes(); ++node) result.push_back(compute_->pool.busy_ns(node));
+  return result;
+}
+
+}  // namespace syshax

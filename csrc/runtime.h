@@ -1,0 +1,44 @@
+// One process's data plane: the plan's thread pool, the models and, once started, the dispatcher that serves sessions.
+// What the daemon's Python drives; every call may come from any Python thread.
+#pragma once
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "dispatcher.h"
+#include "moe/cpu_model.h"
+
+namespace syshax {
+
+class Runtime {
+ public:
+  // Throws CoreError("hardware") for a plan, ISA or CPU that this machine does not have.
+  Runtime(std::vector<NodePlan> plan, const std::string& isa_cap, uint32_t spin_us, const std::string& huge_pages,
+          uint32_t chunk_tokens);
+  ~Runtime();
+
+  std::shared_ptr<CpuModel> create_model(const std::string& name, const MoeGeometry& geometry,
+                                         const std::string& format);
+  // Its sessions get MODEL_GONE from now on; returns when its memory is given back.
+  void drop_model(const std::shared_ptr<CpuModel>& model);
+
+  void start();
+  bool drain(double timeout_s);
+  void stop();
+  // Throws CoreError("shutting_down") before start and after stop.
+  std::shared_ptr<Dispatcher> dispatcher() const;
+
+  std::vector<SessionStats> session_stats() const;
+  DispatcherStats dispatcher_stats() const;
+  std::vector<uint64_t> busy_ns() const;
+
+ private:
+  const std::shared_ptr<Compute> compute_;
+  const uint32_t spin_us_;
+  std::mutex creating_;       // models are made one after the other: each sees what memory the last one left
+  mutable std::mutex mutex_;  // guards the pointer below
+  std::shared_ptr<Dispatcher> dispatcher_;
+};
+
+}  // namespace syshax

@@ -1,0 +1,58 @@
+// A counter that threads wait on: spin for a while, then sleep. One writer bumps it, any number wait for the next value.
+#pragma once
+#include <time.h>
+
+#include "threads/futex.h"
+
+namespace syshax {
+
+inline uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
+}
+
+class alignas(64) Event {
+ public:
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
+
+  // Everything written before bump is seen by whoever returns from await.
+  void bump() {
+    value_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(value_);
+  }
+
+  // Returns the new value once it differs from `seen`.
+  uint32_t await(uint32_t seen, uint64_t spin_ns) {
+    uint32_t value = spin(seen, spin_ns);
+    while (value == seen) {
+      sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      futex_wait(value_, seen);
+      sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+      value = this->value();
+    }
+    return value;
+  }
+
+ private:
+  static constexpr int kLooksPerClock = 32;
+
+  uint32_t spin(uint32_t seen, uint64_t spin_ns) const {
+    uint32_t value = this->value();
+    if (value != seen || spin_ns == 0) return value;
+    const uint64_t end = now_ns() + spin_ns;
+    do {
+      for (int i = 0; i < kLooksPerClock; ++i) {
+        value = this->value();
+        if (value != seen) return value;
+        cpu_relax();
+      }
+    } while (now_ns() < end);
+    return value;
+  }
+
+  std::atomic<uint32_t> value_{0};
+  std::atomic<uint32_t> sleepers_{0};
+};
+
+}  // namespace syshax

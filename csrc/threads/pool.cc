@@ -1,0 +1,96 @@
+#include "threads/pool.h"
+
+#include <system_error>
+#include <utility>
+
+#include "base/error.h"
+#include "threads/pinning.h"
+
+namespace syshax {
+
+ThreadPool::ThreadPool(std::vector<NodePlan> plan, uint32_t spin_us) : spin_ns_(uint64_t{spin_us} * 1000) {
+  check_plan(plan);
+  for (NodePlan& entry : plan) {
+    auto node = std::make_unique<Node>();
+    node->threads = entry.threads;
+    node->cpus = std::move(entry.cpus);
+    node->states = std::make_unique<ThreadState[]>(entry.threads);
+    nodes_.push_back(std::move(node));
+  }
+  // Every thread is tried before the first one starts; the first CPU is the calling thread's to be.
+  for (const auto& node : nodes_)
+    for (uint32_t i = 0; i < node->threads && !node->cpus.empty(); ++i) check_pinning({node->cpus[i]});
+  try {
+    for (uint32_t node = 0; node < num_nodes(); ++node)
+      for (uint32_t thread = node == 0 ? 1 : 0; thread < nodes_[node]->threads; ++thread)
+        threads_.emplace_back([this, node, thread] { work(node, thread); });
+  } catch (const std::system_error& e) {
+    const size_t started = threads_.size();
+    stop();
+    throw CoreError("hardware", "cannot start thread " + std::to_string(started + 1) + ": " + e.what(),
+                    "raise the limit of tasks or plan fewer threads");
+  }
+}
+
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() {
+  stopping_ = true;
+  started_.bump();
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+void ThreadPool::run(Job job, void* context) {
+  job_ = job;
+  context_ = context;
+  const uint32_t others = static_cast<uint32_t>(threads_.size());
+  const uint32_t finished = finished_.value();
+  running_.store(others, std::memory_order_relaxed);
+  if (others > 0) started_.bump();
+  ThreadState& state = nodes_[0]->states[0];
+  state.resumed_ns = now_ns();
+  job(context, 0, 0);
+  state.busy_ns.fetch_add(now_ns() - state.resumed_ns, std::memory_order_relaxed);
+  if (others > 0) finished_.await(finished, spin_ns_);
+}
+
+void ThreadPool::work(uint32_t node, uint32_t thread) {
+  name_this_thread("moe-" + std::to_string(node) + "-" + std::to_string(thread));
+  Node& home = *nodes_[node];
+  if (!home.cpus.empty()) pin_this_thread({home.cpus[thread]});
+  ThreadState& state = home.states[thread];
+  uint32_t seen = 0;
+  while (true) {
+    seen = started_.await(seen, spin_ns_);
+    if (stopping_) return;
+    state.resumed_ns = now_ns();
+    job_(context_, node, thread);
+    state.busy_ns.fetch_add(now_ns() - state.resumed_ns, std::memory_order_relaxed);
+    if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) finished_.bump();
+  }
+}
+
+void ThreadPool::barrier(uint32_t node, uint32_t thread) {
+  Node& home = *nodes_[node];
+  if (home.threads == 1) return;
+  const uint32_t seen = home.passed.value();
+  if (home.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == home.threads) {
+    home.arrived.store(0, std::memory_order_relaxed);
+    home.passed.bump();
+    return;
+  }
+  ThreadState& state = home.states[thread];
+  state.busy_ns.fetch_add(now_ns() - state.resumed_ns, std::memory_order_relaxed);
+  home.passed.await(seen, spin_ns_);
+  state.resumed_ns = now_ns();
+}
+
+uint64_t ThreadPool::busy_ns(uint32_t node) const {
+  uint64_t sum = 0;
+  for (uint32_t i = 0; i < nodes_[node]->threads; ++i)
+    sum += nodes_[node]->states[i].busy_ns.load(std::memory_order_relaxed);
+  return sum;
+}
+
+}  // namespace syshax
