@@ -2,7 +2,8 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
-void bind_hardware(pybind11::module_& m);  // hardware.cc: CPU features, topology
+void bind_hardware(pybind11::module_& m);  // hardware.cc: CPU features
+void bind_memory(pybind11::module_& m);    // memory.cc: topology, free memory, arenas
 void bind_kernels(pybind11::module_& m);   // kernels.cc: formats, kernels, vector ops
 void bind_runtime(pybind11::module_& m);   // runtime.cc: Runtime, Model
 void bind_bench(pybind11::module_& m);     // bench.cc

@@ -30,6 +30,7 @@ void bind_error(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   bind_error(m);
   bind_hardware(m);
+  bind_memory(m);
   bind_kernels(m);
   bind_runtime(m);
   bind_bench(m);

@@ -165,8 +165,10 @@ extern "C" int syshax_arena_create(syshax_arena* arena, const char* name, size_t
     const int cause = bind_to_node(arena->base, bytes, node);
     if (cause != 0) {
       syshax_arena_destroy(arena);
-      return fail(cause, error, error_size, "cannot bind arena %s to NUMA node %d: %s (does the node exist, and do the "
-                  "cpuset's memory nodes include it?)", name, node, strerror(cause));
+      return fail(cause, error, error_size,
+                  "cannot bind arena %s to NUMA node %d: %s (does the node exist, and do the "
+                  "cpuset's memory nodes include it?)",
+                  name, node, strerror(cause));
     }
   }
   if (huge_pages == SYSHAX_HUGE_AUTO) madvise(arena->base, bytes, MADV_HUGEPAGE);
@@ -174,8 +176,7 @@ extern "C" int syshax_arena_create(syshax_arena* arena, const char* name, size_t
   return 0;
 }
 
-extern "C" int syshax_arena_populate(syshax_arena* arena, size_t offset, size_t bytes, char* error,
-                                     size_t error_size) {
+extern "C" int syshax_arena_populate(syshax_arena* arena, size_t offset, size_t bytes, char* error, size_t error_size) {
   if (arena->base == nullptr || offset > arena->bytes || bytes > arena->bytes - offset)
     return fail(EINVAL, error, error_size, "populate of [%zu, +%zu) outside an arena of %zu bytes", offset, bytes,
                 arena->bytes);

@@ -11,8 +11,7 @@ constexpr size_t kMessageBytes = 512;
 
 void check(int result, const char* message) {
   if (result == 0) return;
-  if (result == -EINVAL || result == -EPERM)
-    throw CoreError("hardware", message, "syshaxctl topology lists the nodes");
+  if (result == -EINVAL || result == -EPERM) throw CoreError("hardware", message, "syshaxctl topology lists the nodes");
   throw CoreError("no_memory", message, "use a smaller format, unload a model, or free memory");
 }
 

@@ -96,8 +96,7 @@ uint64_t cgroup_free_bytes() {
 }
 
 int64_t free_huge_pages(int node) {
-  const std::string folder =
-      node < 0 ? "/sys/kernel/mm" : "/sys/devices/system/node/node" + std::to_string(node);
+  const std::string folder = node < 0 ? "/sys/kernel/mm" : "/sys/devices/system/node/node" + std::to_string(node);
   return static_cast<int64_t>(read_number(folder + "/hugepages/hugepages-2048kB/free_hugepages", 0));
 }
 

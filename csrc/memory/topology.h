@@ -7,7 +7,7 @@
 namespace syshax {
 
 struct TopologyNode {
-  int node = 0;               // the operating system's number
+  int node = 0;  // the operating system's number
   uint64_t memory_bytes = 0;
   std::vector<std::vector<int>> cores;  // sibling CPUs of each core; empty: a node of memory alone
 };

@@ -96,13 +96,15 @@ void CpuModel::check_memory() const {
   for (const auto& [node, bytes] : wanted) {
     const uint64_t free = node_free_bytes(node);
     if (bytes > free)
-      throw CoreError("no_memory", what + readable(bytes) + (node < 0 ? "" : " on node " + std::to_string(node)) +
-                                       " and " + readable(free) + " are free", help);
+      throw CoreError("no_memory",
+                      what + readable(bytes) + (node < 0 ? "" : " on node " + std::to_string(node)) + " and " +
+                          readable(free) + " are free",
+                      help);
   }
   const uint64_t allowed = cgroup_free_bytes();
   if (total > allowed)
-    throw CoreError("no_memory", what + readable(total) + " and this process's control group allows " +
-                                     readable(allowed) + " more",
+    throw CoreError("no_memory",
+                    what + readable(total) + " and this process's control group allows " + readable(allowed) + " more",
                     "raise MemoryMax, or " + help);
 }
 
@@ -141,8 +143,8 @@ void CpuModel::require(State state, const char* action) const {
 
 void CpuModel::check_layer(uint32_t layer) const {
   if (layer >= geometry().num_layers)
-    throw CoreError("invalid_argument", "layer " + std::to_string(layer) + " of model " + name_ + ", which has layers 0.." +
-                                            std::to_string(geometry().num_layers - 1));
+    throw CoreError("invalid_argument", "layer " + std::to_string(layer) + " of model " + name_ +
+                                            ", which has layers 0.." + std::to_string(geometry().num_layers - 1));
 }
 
 template <typename Pack>
@@ -217,9 +219,9 @@ void CpuModel::forward_checked(const MoeRequest& request) {
   check_layer(request.layer);
   const MoeGeometry g = geometry();
   if (request.num_tokens == 0 || request.top_k == 0 || request.top_k > g.num_experts)
-    throw CoreError("invalid_argument", std::to_string(request.num_tokens) + " tokens with top_k " +
-                                            std::to_string(request.top_k) + "; wanted at least one token and top_k in [1, " +
-                                            std::to_string(g.num_experts) + "]");
+    throw CoreError("invalid_argument",
+                    std::to_string(request.num_tokens) + " tokens with top_k " + std::to_string(request.top_k) +
+                        "; wanted at least one token and top_k in [1, " + std::to_string(g.num_experts) + "]");
   for (size_t i = 0; i < size_t{request.num_tokens} * request.top_k; ++i)
     if (request.topk_ids[i] < -1 || request.topk_ids[i] >= static_cast<int64_t>(g.num_experts))
       throw CoreError("invalid_argument", "topk_ids[" + std::to_string(i / request.top_k) + ", " +
@@ -238,20 +240,20 @@ void CpuModel::forward_checked(const MoeRequest& request) {
 void CpuModel::dequantize(uint32_t layer, uint32_t expert, float* gate, float* up, float* down) const {
   check_layer(layer);
   if (expert >= geometry().num_experts)
-    throw CoreError("invalid_argument", "expert " + std::to_string(expert) + " of " +
-                                            std::to_string(geometry().num_experts));
+    throw CoreError("invalid_argument",
+                    "expert " + std::to_string(expert) + " of " + std::to_string(geometry().num_experts));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (state_ == State::kReleased) require(State::kSealed, "read");
   for (uint32_t node = 0; node < layout_.num_nodes(); ++node)
     if (layout_.shard(node).units > 0)
-      ShardPacker(layout_, node).unpack(arenas_[node].data() + layout_.expert_offset(node, layer, expert), gate, up, down);
+      ShardPacker(layout_, node)
+          .unpack(arenas_[node].data() + layout_.expert_offset(node, layer, expert), gate, up, down);
 }
 
 void CpuModel::release() {
   const std::lock_guard<std::mutex> turn(compute_->turn);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (loading_ > 0)
-    throw CoreError("model_in_use", "model " + name_ + " is being loaded", "cancel the load first");
+  if (loading_ > 0) throw CoreError("model_in_use", "model " + name_ + " is being loaded", "cancel the load first");
   state_ = State::kReleased;
   forward_.reset();
   for (Arena& arena : arenas_) arena = Arena();

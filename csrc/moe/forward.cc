@@ -26,8 +26,8 @@ size_t max_row_bytes(const DtypeKernels& kernels, size_t k) {
 }  // namespace
 
 MoeForward::MoeForward(const ExpertLayout& layout, std::vector<const char*> arenas, const DtypeKernels& kernels,
-                       const VectorOps& ops, ThreadPool& pool, const std::vector<NodePlan>& plan,
-                       uint32_t chunk_tokens, bool huge_pages)
+                       const VectorOps& ops, ThreadPool& pool, const std::vector<NodePlan>& plan, uint32_t chunk_tokens,
+                       bool huge_pages)
     : layout_(layout),
       arenas_(std::move(arenas)),
       kernels_(kernels),
@@ -142,8 +142,8 @@ void MoeForward::run_w13_task(uint32_t node, ThreadScratch& scratch, const Exper
   const size_t h_row_bytes = activation.row_bytes(shard.columns);
   const size_t panels = size_t{unit} * layout_.w13_unit_panels();
   syshax_matmul_args args;
-  args.panels = arenas_[node] + layout_.expert_offset(node, chunk_.layer, group.expert) +
-                panels * layout_.w13_panel_bytes();
+  args.panels =
+      arenas_[node] + layout_.expert_offset(node, chunk_.layer, group.expert) + panels * layout_.w13_panel_bytes();
   args.num_panels = layout_.w13_unit_panels();
   args.k_padded = layout_.hidden_k();
   args.activations = scratch.rows;
@@ -152,8 +152,7 @@ void MoeForward::run_w13_task(uint32_t node, ThreadScratch& scratch, const Exper
   for (uint32_t done = 0; done < group.count; done += args.num_tokens) {
     args.num_tokens = std::min(limits_.block_tokens, group.count - done);
     const uint32_t* tokens = grouping_.tokens() + group.begin + done;
-    for (uint32_t i = 0; i < args.num_tokens; ++i)
-      scratch.rows[i] = scratch_[node].x + tokens[i] * chunk_.x_row_bytes;
+    for (uint32_t i = 0; i < args.num_tokens; ++i) scratch.rows[i] = scratch_[node].x + tokens[i] * chunk_.x_row_bytes;
     chunk_.kernel->run(&args);
     char* h = scratch_[node].h + (group.begin + done) * h_row_bytes;
     for (uint32_t i = 0; i < args.num_tokens; ++i) {

@@ -1,5 +1,6 @@
 // Which tokens go to which expert: a chunk's assignments sorted by expert. Memory is taken once, for the largest chunk.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 

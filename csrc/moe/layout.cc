@@ -18,8 +18,8 @@ size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) /
 
 void check_dimension(const char* name, uint32_t value, uint32_t most) {
   if (value == 0 || value > most)
-    throw CoreError("invalid_argument", std::string(name) + " is " + std::to_string(value) + ", outside [1, " +
-                                            std::to_string(most) + "]");
+    throw CoreError("invalid_argument",
+                    std::string(name) + " is " + std::to_string(value) + ", outside [1, " + std::to_string(most) + "]");
 }
 
 void check_geometry(const MoeGeometry& geometry) {
@@ -95,8 +95,8 @@ void ExpertLayout::size_shard(Shard& shard) const {
   shard.expert_bytes = round_up(shard.w13_bytes + shard.w2_bytes, kPageBytes);
   const size_t experts = static_cast<size_t>(geometry_.num_layers) * geometry_.num_experts;
   if (__builtin_mul_overflow(experts, shard.expert_bytes, &shard.arena_bytes) || shard.arena_bytes > SIZE_MAX / 4)
-    throw CoreError("invalid_argument", std::to_string(experts) + " experts of " +
-                                            std::to_string(shard.expert_bytes) + " bytes exceed the address space");
+    throw CoreError("invalid_argument", std::to_string(experts) + " experts of " + std::to_string(shard.expert_bytes) +
+                                            " bytes exceed the address space");
 }
 
 }  // namespace syshax

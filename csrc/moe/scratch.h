@@ -27,17 +27,17 @@ class Region {
 
 // Limits of what one chunk of a request may need.
 struct ChunkLimits {
-  uint32_t tokens;       // at most
-  size_t assignments;    // tokens x top_k at most; at least num_experts, so that any top_k fits
+  uint32_t tokens;        // at most
+  size_t assignments;     // tokens x top_k at most; at least num_experts, so that any top_k fits
   uint32_t block_tokens;  // tokens that one kernel call sees at most
 };
 
 // What one thread needs besides: a tile of outputs, a row of float activations, pointers to rows.
 struct ThreadScratch {
-  float* tile;           // [block_tokens, tile_columns]
-  float* row;            // [hidden_k], zero behind hidden_size
-  float* sum;            // [tile_columns]
-  const void** rows;     // [block_tokens]
+  float* tile;        // [block_tokens, tile_columns]
+  float* row;         // [hidden_k], zero behind hidden_size
+  float* sum;         // [tile_columns]
+  const void** rows;  // [block_tokens]
 };
 
 struct NodeScratch {

@@ -58,8 +58,7 @@ template <typename Encode>
 void ShardPacker::pack_rows(uint32_t index, char* expert, const Encode& encode) {
   const Piece piece = piece_at(index);
   const size_t row_bytes = layout_.row_bytes(piece.k);
-  for (uint32_t i = 0; i < piece.num_rows; ++i)
-    encode(row_at(piece, i), piece.k, blocks_.data() + i * row_bytes);
+  for (uint32_t i = 0; i < piece.num_rows; ++i) encode(row_at(piece, i), piece.k, blocks_.data() + i * row_bytes);
   layout_.packing().pack(blocks_.data(), row_bytes, piece.num_rows, piece.k, expert + piece.offset);
 }
 

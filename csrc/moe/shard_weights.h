@@ -41,8 +41,8 @@ class ShardPacker {
   struct Piece {
     bool is_w2;
     size_t k;
-    size_t offset;       // in the expert
-    size_t first_row;    // in the packed matrix
+    size_t offset;     // in the expert
+    size_t first_row;  // in the packed matrix
     uint32_t num_rows;
   };
   Piece piece_at(uint32_t piece) const;

@@ -54,8 +54,8 @@ void run_crew(const std::vector<NodePlan>& plan, const std::vector<uint64_t>& ta
       for (uint64_t i = 0; i < wanted; ++i) threads.emplace_back([&crew, node] { crew.work(node); });
     }
   } catch (const std::system_error& e) {
-    crew.fail(std::make_exception_ptr(CoreError("hardware", std::string("cannot start a loading thread: ") + e.what(),
-                                                "raise the limit of tasks")));
+    crew.fail(std::make_exception_ptr(
+        CoreError("hardware", std::string("cannot start a loading thread: ") + e.what(), "raise the limit of tasks")));
   }
   for (std::thread& thread : threads) thread.join();
   if (crew.error) std::rethrow_exception(crew.error);

@@ -1,4 +1,5 @@
-// A counter that threads wait on: spin for a while, then sleep. One writer bumps it, any number wait for the next value.
+// A counter that threads wait on: spin for a while, then sleep. One writer bumps it, any number wait for the next
+// value.
 #pragma once
 #include <time.h>
 

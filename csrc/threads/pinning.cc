@@ -88,8 +88,6 @@ void check_pinning(const std::vector<int>& cpus) {
 
 void name_this_thread(const std::string& name) { pthread_setname_np(pthread_self(), name.substr(0, 15).c_str()); }
 
-void lower_this_threads_priority() {
-  setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kLoaderNice);
-}
+void lower_this_threads_priority() { setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), kLoaderNice); }
 
 }  // namespace syshax
