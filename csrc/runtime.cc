@@ -3,9 +3,26 @@
 #include <utility>
 
 #include "base/error.h"
+#include "memory/free_memory.h"
 
 namespace syshax {
 namespace {
+
+// A node that does not exist, or that the cpuset forbids, is found when the daemon starts, not when a model is loaded.
+std::vector<NodePlan> checked_nodes(std::vector<NodePlan> plan) {
+  for (const NodePlan& node : plan) {
+    if (node.node < 0) continue;
+    try {
+      Arena("syshax:check", kPageBytes, node.node, SYSHAX_HUGE_OFF);
+    } catch (const CoreError& e) {
+      throw CoreError("hardware",
+                      "NUMA node " + std::to_string(node.node) +
+                          " cannot be used; nodes with memory: " + nodes_with_memory() + " (" + e.what() + ")",
+                      "syshaxctl topology lists nodes and CPUs");
+    }
+  }
+  return plan;
+}
 
 // The dispatcher's thread computes as the first node's first thread.
 std::vector<int> dispatcher_cpus(const Compute& compute) {
@@ -17,7 +34,8 @@ std::vector<int> dispatcher_cpus(const Compute& compute) {
 
 Runtime::Runtime(std::vector<NodePlan> plan, const std::string& isa_cap, uint32_t spin_us,
                  const std::string& huge_pages, uint32_t chunk_tokens)
-    : compute_(std::make_shared<Compute>(std::move(plan), cap_cpu_features(detect_cpu_features(), isa_cap), spin_us,
+    : compute_(std::make_shared<Compute>(checked_nodes(std::move(plan)),
+                                         cap_cpu_features(detect_cpu_features(), isa_cap), spin_us,
                                          parse_huge_pages(huge_pages), chunk_tokens)),
       spin_us_(spin_us) {}
 

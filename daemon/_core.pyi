@@ -27,6 +27,27 @@ def topology(synthetic: str = "") -> dict[str, Any]:
 def node_free_bytes(node: int) -> int:
     """Free plus reclaimable bytes of a NUMA node; -1 or an unknown node: the machine's MemAvailable."""
 
+def cgroup_free_bytes() -> int | None:
+    """How much more this process may charge to its control groups (v1 or v2, every level); None: no limit."""
+
+class Arena:
+    """One memory mapping on one NUMA node, backed by a memfd (csrc/include/syshax/memory_manager.h). The models' own are
+    inside Runtime; this is for tests and for taking over descriptors. Errors: "no_memory", "hardware"."""
+
+    def __init__(self, name: str, bytes: int, node: int = -1, huge_pages: str = "auto") -> None: ...
+    @staticmethod
+    def adopt(fd: int, node: int = -1) -> "Arena":
+        """Maps a sealed arena's descriptor read-only and takes the descriptor over."""
+    def populate(self, offset: int, bytes: int) -> None: ...
+    def seal(self) -> None: ...
+    def fileno(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def huge_bytes(self) -> int:
+        """Known once sealed or adopted."""
+    def read(self, offset: int, bytes: int) -> bytes: ...
+
 # ---- formats and kernels (tests, bench, status) -----------------------------
 def formats() -> list[str]: ...
 def format_blocks(format: str) -> tuple[int, int]:
@@ -70,7 +91,7 @@ def vector_op(isa: str, op: str, *arrays: Any) -> npt.NDArray[Any]:
 class NodePlan(TypedDict):
     node: int  # NUMA node to bind memory to, -1: not bound
     cpus: list[int]  # one pinned thread for each; empty list with threads > 0: unpinned
-    threads: int
+    threads: int  # computing threads; on the first node the dispatcher (or the caller of forward) is one of them
     share: float  # relative part of intermediate_size
 
 class GeometryDict(TypedDict):
@@ -83,6 +104,7 @@ class GeometryDict(TypedDict):
 class Model:
     name: str
     format: str
+    packing: str
     def geometry(self) -> GeometryDict: ...
     def pool_bytes(self) -> int: ...
     def node_bytes(self) -> dict[int, int]:
@@ -94,6 +116,8 @@ class Model:
         """One array (any buffer of num_experts matrices, C order) for each expert: gate and up [intermediate_size,
         hidden_size], down [hidden_size, intermediate_size], of dtype float32, float16 or bfloat16 (as uint16).
         Converted and packed by the nodes' own threads in parallel; may run while other models serve."""
+    def fill_random(self, seed: int) -> None:
+        """Every layer gets weights that need no checkpoint, all experts different. For benches."""
     def seal(self) -> None:
         """All layers are there: forbids writes; the model may be used from now on."""
     def forward_calls(self) -> int: ...

@@ -43,7 +43,7 @@ void bind_arena(py::module_& m) {
       .def("populate", &Arena::populate, py::arg("offset"), py::arg("bytes"), no_gil)
       .def("seal", &Arena::seal, no_gil)
       .def("fileno", &Arena::fd)
-      .def_property_readonly("bytes", &Arena::bytes)
+      .def_property_readonly("size", &Arena::bytes)
       .def_property_readonly("huge_bytes", &Arena::huge_bytes)
       .def(
           "read",

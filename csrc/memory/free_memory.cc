@@ -95,6 +95,12 @@ uint64_t cgroup_free_bytes() {
   return free;
 }
 
+std::string nodes_with_memory() {
+  std::ifstream file("/sys/devices/system/node/has_memory");
+  std::string list;
+  return file >> list ? list : "0";
+}
+
 int64_t free_huge_pages(int node) {
   const std::string folder = node < 0 ? "/sys/kernel/mm" : "/sys/devices/system/node/node" + std::to_string(node);
   return static_cast<int64_t>(read_number(folder + "/hugepages/hugepages-2048kB/free_hugepages", 0));

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace syshax {
 
@@ -12,6 +13,9 @@ uint64_t node_free_bytes(int node);
 
 // How much more this process may charge to its control groups (v1 or v2, all levels); UINT64_MAX: no limit.
 uint64_t cgroup_free_bytes();
+
+// The kernel's list of NUMA nodes that have memory, such as "0-1,4"; "0" where it does not say.
+std::string nodes_with_memory();
 
 // Free 2 MiB pages in the pool of huge pages; of one node, or with -1 of the machine.
 int64_t free_huge_pages(int node);
