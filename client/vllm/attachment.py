@@ -1,0 +1,184 @@
+"""This process's attachment to syshaxd: one session, made before weights are read, renewed when the daemon restarts.
+
+Owns the session's life and what a lost daemon means: requests are pure functions, so one that was lost is submitted
+again after the daemon is back with the same model, within the configured time. One attachment a process (tensor-
+parallel rank 0 of each pipeline stage); layers hold it alive. Computes nothing: there is no local fallback.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import time
+import weakref
+from pathlib import Path
+
+import torch
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from syshax.client import Client, Model
+from syshax.control import Control
+from syshax.errors import CheckpointError, ConfigError, DaemonLostError, SyshaxError
+from syshax.protocol import Dtype
+from syshax.vllm import op
+from syshax.vllm.prepare import GONE, checkpoint_directory, compare_fingerprint, compare_geometry, prepare
+from syshax.vllm.settings import WorkerSettings, settings_from
+from syshax.vllm.staging import Staging
+
+logger = init_logger("vllm.syshax")
+
+LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
+
+
+class Attachment:
+    """A session of `max_tokens` rows of `dtype` with the daemon's model of that checkpoint."""
+
+    def __init__(
+        self, path: Path, settings: WorkerSettings, max_tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.path, self.settings, self.max_tokens, self.dtype, self.device = path, settings, max_tokens, dtype, device
+        self.key = (path, settings, max_tokens, dtype)
+        self._model: Model | None = None
+        self._staging: Staging | None = None
+        self._client = Client(runtime_dir=settings.runtime_dir)
+        self._open(time.monotonic() + settings.load_timeout_s)
+        weakref.finalize(self, self._client.close)
+
+    def _open(self, deadline: float) -> None:
+        control = Control(self.settings.runtime_dir)
+        info = prepare(control, self.path, self.settings, logger.info, deadline)
+        self._model = self._client.open(
+            info.name,
+            max_tokens=self.max_tokens,
+            dtype=DTYPES[self.dtype],
+            num_slots=1 if self.device.type == "cpu" else 2,
+            priority=self.settings.priority,
+            fingerprint=compare_fingerprint(info, self.path),
+        )
+        if self.device.type != "cpu":
+            self._staging = Staging(self._model, self.device)
+
+    def layer_index(self, prefix: str, **sizes: int) -> int:
+        """The index among the model's MoE layers of vLLM's layer `prefix`. Raises CheckpointError for a layer that
+        the daemon does not hold, FingerprintError where `sizes` (fields of Geometry) differ."""
+        geometry = self.model.geometry
+        found = LAYER_NUMBER.search(prefix)
+        number = int(found.group(1)) if found else -1
+        if number not in geometry.layer_ids:
+            raise CheckpointError(
+                f"vLLM's layer {prefix} is not among the layers with experts that syshaxd holds for {self.model.name}: "
+                f"{geometry.layer_ids}"
+            )
+        compare_geometry(geometry, sizes, self.model.name)
+        return geometry.layer_ids.index(number)
+
+    @property
+    def model(self) -> Model:
+        assert self._model is not None
+        return self._model
+
+    def moe(self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """The experts' weighted sum for x [num_tokens, hidden_size], any number of tokens; a new tensor like x."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x, topk_ids, topk_weights = x.contiguous(), topk_ids.int().contiguous(), topk_weights.float().contiguous()
+        for first in range(0, x.shape[0], self.max_tokens):
+            rows = slice(first, first + self.max_tokens)
+            self._rows(layer, x[rows], topk_ids[rows], topk_weights[rows], out[rows])
+        return out
+
+    def _rows(
+        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        while True:
+            try:
+                if self._staging is not None:
+                    self._staging.moe(layer, x, topk_ids, topk_weights, out, self.settings.request_timeout_s)
+                else:
+                    self.model.moe(layer, x, topk_ids, topk_weights, out=out, timeout=self.settings.request_timeout_s)
+                return
+            except GONE as error:
+                self._reattach(error)
+            except SyshaxError as error:
+                logger.error("syshaxd did not compute layer %d of %s: %s", layer, self.model.name, error)
+                raise
+
+    def _reattach(self, lost: SyshaxError) -> None:
+        """Back to a daemon that holds the same experts; raises DaemonLostError after reconnect_s."""
+        wait_s = self.settings.reconnect_s
+        deadline = time.monotonic() + wait_s
+        logger.warning("%s: waiting up to %g s for it to come back", lost.message, wait_s)
+        self._close_session()
+        while True:
+            try:
+                self._open(deadline)
+                break
+            except GONE as error:
+                if time.monotonic() >= deadline:
+                    message = f"syshaxd did not come back within {wait_s:g} s: {error.message}"
+                    logger.error("%s", message)
+                    raise DaemonLostError(message, "SYSHAX_WORKER_RECONNECT_S sets how long a worker waits") from None
+                time.sleep(0.1)
+            except SyshaxError as error:
+                logger.error("syshaxd came back, but not for this worker: %s", error)
+                raise
+        logger.info("attached to syshaxd again, submitting the lost request again")
+
+    def _close_session(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+        self.model.close()
+
+
+_current: weakref.ref[Attachment] | None = None
+
+
+def attach(config: VllmConfig) -> Attachment:
+    """This process's attachment for the model of that configuration, made at the first call.
+
+    Raises what keeps the worker from delegating, after saying it in one line of the log.
+    """
+    global _current
+    model = config.model_config
+    try:
+        settings = settings_from(
+            config.additional_config if isinstance(config.additional_config, dict) else {}, os.environ
+        )
+        path = checkpoint_directory(model.model, model.revision, config.load_config.download_dir)
+        max_tokens = config.scheduler_config.max_num_batched_tokens
+        key = (path, settings, max_tokens, model.dtype)
+        existing = _alive()
+        if existing is not None and existing.key == key:
+            return existing
+        if existing is not None:
+            raise ConfigError(
+                f"this process is attached to syshaxd for {existing.path} already and cannot attach for {path} too",
+                "offload one model in a process; a draft model with experts of its own is not supported",
+            )
+        attachment = Attachment(*key, torch.device(config.device_config.device_type))
+    except SyshaxError as error:
+        logger.error("syshax: this worker cannot delegate its experts and will not start: %s", error)
+        raise
+    op.bind(attachment)
+    _current = weakref.ref(attachment)
+    logger.info(
+        "attached to syshaxd (%s) as session %d: model %s in %s, %d layers of %d experts, batches up to %d tokens",
+        settings.runtime_dir or "default runtime directory",
+        attachment.model.session_id,
+        attachment.model.name,
+        attachment.model.format,
+        attachment.model.geometry.num_layers,
+        attachment.model.geometry.num_experts,
+        max_tokens,
+    )
+    return attachment
+
+
+def _alive() -> Attachment | None:
+    if _current is None or _current() is None:
+        return None
+    gc.collect()  # an engine that was shut down in this process may hang in a cycle
+    return _current()

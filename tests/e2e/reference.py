@@ -1,0 +1,48 @@
+"""Greedy tokens of transformers in float32, as JSON on stdout: `python reference.py CHECKPOINT`.
+
+A process of its own so that a test's memory does not hold the reference model beside the server. Prints
+{"tokens": [[...], ...], "margin": smallest distance of the two best logits at any step}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+PROMPTS = [
+    "def main():\n",
+    "import os\nfor x in range(10):\n    print(",
+    'class Foo(object):\n    """Doc',
+    "return self._value\n\nraise ValueError(",
+]
+NEW_TOKENS = 24
+
+
+def main(path: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokens, margin = [], float("inf")
+    for prompt in PROMPTS:
+        ids = torch.tensor([tokenizer(prompt).input_ids])
+        made = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        tokens.append(made.sequences[0, ids.shape[1] :].tolist())
+        best = torch.stack(made.logits).float().topk(2).values
+        margin = min(margin, (best[..., 0] - best[..., 1]).min().item())
+    print(json.dumps({"tokens": tokens, "margin": margin}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
