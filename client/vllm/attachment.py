@@ -20,7 +20,15 @@ from vllm.logger import init_logger
 
 from syshax.client import Client, Model
 from syshax.control import Control
-from syshax.errors import CheckpointError, ConfigError, DaemonLostError, SyshaxError
+from syshax.errors import (
+    CheckpointError,
+    ConfigError,
+    DaemonLostError,
+    ModelNotReadyError,
+    NotAllowedError,
+    SyshaxError,
+    UnknownModelError,
+)
 from syshax.protocol import Dtype
 from syshax.vllm import op
 from syshax.vllm.prepare import GONE, checkpoint_directory, compare_fingerprint, compare_geometry, prepare
@@ -31,6 +39,8 @@ logger = init_logger("vllm.syshax")
 
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
+NOT_YET = (*GONE, NotAllowedError, UnknownModelError, ModelNotReadyError)
+"""What a daemon may answer while it comes back and its administrator, or its configuration, loads the model again."""
 
 
 class Attachment:
@@ -115,12 +125,12 @@ class Attachment:
             try:
                 self._open(deadline)
                 break
-            except GONE as error:
+            except NOT_YET as error:
                 if time.monotonic() >= deadline:
-                    message = f"syshaxd did not come back within {wait_s:g} s: {error.message}"
+                    message = f"syshaxd did not come back with the model within {wait_s:g} s: {error.message}"
                     logger.error("%s", message)
                     raise DaemonLostError(message, "SYSHAX_WORKER_RECONNECT_S sets how long a worker waits") from None
-                time.sleep(0.1)
+                time.sleep(0.2)
             except SyshaxError as error:
                 logger.error("syshaxd came back, but not for this worker: %s", error)
                 raise

@@ -5,6 +5,7 @@ Pure functions over a few facts about the machine, so that tests see every decis
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -54,7 +55,7 @@ class Options:
         self._values: dict[str, str] = {}
         for key, value in (from_file or {}).items():
             self._values[f"--{key}".replace("_", "-")] = str(value)
-        for word, following in zip(words, [*words[1:], "--"], strict=True):
+        for word, following in itertools.pairwise([*words, "--"]):
             if word.startswith("-"):
                 name, equals, value = word.partition("=")
                 self._values[name.replace("_", "-")] = value if equals else ("" if following[:1] == "-" else following)

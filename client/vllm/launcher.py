@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,7 @@ from syshax.errors import ConfigError, SyshaxError
 from syshax.protocol import StatusAnswer
 from syshax.vllm.command import Command, Facts, Options, worker_command
 from syshax.vllm.cpus import CpuPlan, online_cores, plan_cpus
-from syshax.vllm.prepare import GONE, checkpoint_directory, prepare, wait_for_daemon
+from syshax.vllm.prepare import GONE, ask_for_model, checkpoint_directory, wait_for_daemon
 from syshax.vllm.settings import WorkerSettings, environment_of, settings_from
 
 TESTED_VERSIONS = ("0.32.0",)
@@ -43,10 +43,12 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     made.add_argument("--runtime-dir", metavar="DIR", help="directory of syshaxd's sockets [/run/syshax]")
-    made.add_argument("--daemon-model", metavar="NAME", help="the model's name in syshaxd [found by path]")
-    made.add_argument("--format", help="weights' format, when syshaxd must load the model: bf16, fp16, q8_0, q4_0")
-    made.add_argument("--priority", help="interactive, normal or batch [normal]")
-    made.add_argument("--wait-daemon", metavar="S", type=float, default=30.0, help="wait for syshaxd to be up [30]")
+    made.add_argument("--syshax-model", metavar="NAME", help="the model's name in syshaxd [found by its path]")
+    made.add_argument(
+        "--syshax-format", metavar="F", help="bf16, fp16, q8_0 or q4_0, if syshaxd must load it [its own]"
+    )
+    made.add_argument("--syshax-priority", metavar="P", help="interactive, normal or batch [normal]")
+    made.add_argument("--syshax-wait", metavar="S", type=float, default=30.0, help="seconds to wait for syshaxd [30]")
     made.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     return made
 
@@ -111,8 +113,6 @@ def check_vllm() -> tuple[bool, bool]:
 
 def own_settings(arguments: argparse.Namespace, words: Sequence[str]) -> WorkerSettings:
     """Ours from our options, from vLLM's --additional-config, from the environment."""
-    import json
-
     text = Options(words).get("--additional-config")
     try:
         additional: dict[str, Any] = json.loads(text) if text else {}
@@ -120,9 +120,9 @@ def own_settings(arguments: argparse.Namespace, words: Sequence[str]) -> WorkerS
         raise ConfigError(f"--additional-config {text}: not JSON: {error}") from None
     given = {
         "runtime_dir": arguments.runtime_dir and os.path.abspath(arguments.runtime_dir),
-        "model": arguments.daemon_model,
-        "format": arguments.format,
-        "priority": arguments.priority,
+        "model": arguments.syshax_model,
+        "format": arguments.syshax_format,
+        "priority": arguments.syshax_priority,
     }
     section = additional.get("syshax", {}) if isinstance(additional, dict) else {}
     merged = {"syshax": {**section, **{key: value for key, value in given.items() if value}}}
@@ -156,7 +156,7 @@ def say(text: str) -> None:
 
 
 def build(words: Sequence[str]) -> tuple[Command, CpuPlan | None, bool]:
-    """The command, the CPUs, and whether only to print it; returns when daemon and model are ready for it."""
+    """The command, the CPUs, and whether only to print it; the daemon has the model then, or is loading it."""
     arguments, model, vllm_words = split_words(words)
     has_serve, cpu_platform = check_vllm()
     settings = own_settings(arguments, vllm_words)
@@ -168,19 +168,17 @@ def build(words: Sequence[str]) -> tuple[Command, CpuPlan | None, bool]:
     ranks = options.number("--tensor-parallel-size", "-tp", default=1)
     ranks *= options.number("--pipeline-parallel-size", "-pp", default=1)
     try:
-        status = wait_for_daemon(control, 0.0 if arguments.dry_run else arguments.wait_daemon, say)
+        status = wait_for_daemon(control, 0.0 if arguments.dry_run else arguments.syshax_wait, say)
         cpus = cpu_plan(status, ranks)
         if not arguments.dry_run:
-            info = prepare(control, path, settings, say, time.monotonic() + settings.load_timeout_s)
+            info = ask_for_model(control, path, settings, say)
             settings = settings.model_copy(update={"model": info.name})
-            say(f"syshaxd holds model {info.name} in {info.format}, {info.kernels}")
+            say(f"syshaxd has model {info.name} in {info.format.value}: {info.state.value}")
     except GONE as error:
         if not arguments.dry_run:
             raise
         say(f"{error.message}; the command is printed without choosing CPUs")
-    facts = Facts(
-        config, has_serve, cpu_platform, available_bytes(), cpus, () if cpu_platform else splitting_ops()
-    )
+    facts = Facts(config, has_serve, cpu_platform, available_bytes(), cpus, () if cpu_platform else splitting_ops())
     command = worker_command(model, vllm_words, facts, os.environ)
     command.environment.update(environment_of(settings))
     return command, cpus, arguments.dry_run

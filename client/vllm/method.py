@@ -41,7 +41,9 @@ def check_layer(layer: RoutedExperts, moe: FusedMoEConfig, prefix: str) -> None:
     }
     wrong = [what for what, is_so in refusals.items() if is_so]
     if wrong:
-        raise CheckpointError(f"{prefix}: syshax does not compute {', '.join(wrong)}", "serve this model without syshax")
+        raise CheckpointError(
+            f"{prefix}: syshax does not compute {', '.join(wrong)}", "serve this model without syshax"
+        )
 
 
 def check_parallel(config: VllmConfig, moe: FusedMoEConfig) -> None:
@@ -110,7 +112,13 @@ class SyshaxExpertsMethod(FusedMoEMethodBase):  # type: ignore[misc]
         return None
 
     def apply(
-        self, layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """x [num_tokens, hidden_size], topk_weights and topk_ids [num_tokens, top_k] -> like x."""
         if self.layer_index < 0:

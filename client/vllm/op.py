@@ -8,11 +8,18 @@ across starts. Works for tensors of any device; which path they take is the atta
 from __future__ import annotations
 
 import weakref
+from typing import Protocol
 
 import torch
 
 from syshax.errors import InternalError
-from syshax.vllm.attachment import Attachment
+
+
+class Attachment(Protocol):
+    """What the op needs of syshax.vllm.attachment.Attachment."""
+
+    def moe(self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor: ...
+
 
 _library = torch.library.Library("syshax", "FRAGMENT")  # lives as long as the op
 _attachment: weakref.ref[Attachment] | None = None

@@ -79,11 +79,32 @@ def prepare(control: ControlApi, path: Path, settings: WorkerSettings, report: R
     `deadline` is on time.monotonic(). Raises what the daemon refuses with, FingerprintError, ModelNotReadyError when
     loading failed (with the reason), RequestTimeoutError after the deadline.
     """
+    model = _find_or_ask(control, path, settings, report)
+    model = _wait_until(_is_ready, control, model, report, deadline)
+    compare_fingerprint(model, path)
+    return model
+
+
+def ask_for_model(control: ControlApi, path: Path, settings: WorkerSettings, report: Report) -> ModelInfo:
+    """Like `prepare`, but leaves a load that has passed the daemon's checks to go on: vLLM starts meanwhile."""
+    model = _find_or_ask(control, path, settings, report)
+    model = _wait_until(_is_under_way, control, model, report, time.monotonic() + settings.load_timeout_s)
+    compare_fingerprint(model, path)
+    return model
+
+
+def _is_ready(model: ModelInfo) -> bool:
+    return model.state is ModelState.READY
+
+
+def _is_under_way(model: ModelInfo) -> bool:
+    return _is_ready(model) or (model.state is ModelState.LOADING and model.progress.bytes_done > 0)
+
+
+def _find_or_ask(control: ControlApi, path: Path, settings: WorkerSettings, report: Report) -> ModelInfo:
     name, model = find_model(control, path, settings)
     if model is None or model.state in (ModelState.CONFIGURED, ModelState.FAILED):
-        model = _ask(control, name, path, settings, model, report)
-    model = _wait_ready(control, name, model, report, deadline)
-    compare_fingerprint(model, path)
+        return _ask(control, name, path, settings, model, report)
     return model
 
 
@@ -93,10 +114,8 @@ def _ask(
     known = model is not None and model.configured
     what = "its configuration names it" if known else str(path)
     report(f"syshaxd does not hold model {name} yet: asking it to load ({what})")
-    request = LoadRequest(name=name) if known else LoadRequest(name=name, path=os.path.realpath(path))
-    if settings.format is not None:
-        request = request.model_copy(update={"format": settings.format})
-    request = LoadRequest.model_validate(request.model_dump(exclude_none=True))
+    fields = {"name": name, "path": None if known else os.path.realpath(path), "format": settings.format}
+    request = LoadRequest.model_validate({key: value for key, value in fields.items() if value is not None})
     try:
         return control.post("/v1/models", request, ModelInfo)
     except (NotAllowedError, UnknownModelError) as error:
@@ -107,9 +126,11 @@ def _ask(
         ) from None
 
 
-def _wait_ready(control: ControlApi, name: str, model: ModelInfo, report: Report, deadline: float) -> ModelInfo:
-    said = ""
-    while model.state is not ModelState.READY:
+def _wait_until(
+    done: Callable[[ModelInfo], bool], control: ControlApi, model: ModelInfo, report: Report, deadline: float
+) -> ModelInfo:
+    name, said = model.name, ""
+    while not done(model):
         if model.state is ModelState.FAILED:
             raise ModelNotReadyError(
                 f"syshaxd could not load model {name} from {model.path}: {model.reason}",
@@ -118,7 +139,7 @@ def _wait_ready(control: ControlApi, name: str, model: ModelInfo, report: Report
         if time.monotonic() >= deadline:
             raise RequestTimeoutError(
                 f"syshaxd has not got model {name} ready in time: it is {model.state.value}, {_progress(model)}",
-                f"look with `syshaxctl models`; ${'SYSHAX_WORKER_LOAD_TIMEOUT_S'} sets how long a worker waits",
+                "look with `syshaxctl models`; SYSHAX_WORKER_LOAD_TIMEOUT_S sets how long a worker waits",
             )
         now = _progress(model)
         if now != said:
@@ -143,7 +164,7 @@ def compare_fingerprint(model: ModelInfo, path: Path) -> str:
         raise FingerprintError(
             f"the checkpoint {path} (fingerprint {own[:12]}) is not the one that syshaxd holds as {model.name} "
             f"({model.path}, fingerprint {model.fingerprint[:12]})",
-            "serve the same checkpoint, or load this one under another name and set it with --daemon-model",
+            "serve the same checkpoint, or load this one under another name and name that with --syshax-model",
         )
     return own
 
