@@ -8,6 +8,7 @@ parallel rank 0 of each pipeline stage); layers hold it alive. Computes nothing:
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import time
@@ -16,7 +17,6 @@ from pathlib import Path
 
 import torch
 from vllm.config import VllmConfig
-from vllm.logger import init_logger
 
 from syshax.client import Client, Model
 from syshax.control import Control
@@ -33,9 +33,9 @@ from syshax.protocol import Dtype
 from syshax.vllm import op
 from syshax.vllm.prepare import GONE, checkpoint_directory, compare_fingerprint, compare_geometry, prepare
 from syshax.vllm.settings import WorkerSettings, settings_from
-from syshax.vllm.staging import Staging
+from syshax.vllm.staging import Rows, Staging
 
-logger = init_logger("vllm.syshax")
+logger = logging.getLogger("vllm.syshax")
 
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
@@ -51,6 +51,7 @@ class Attachment:
     ) -> None:
         self.path, self.settings, self.max_tokens, self.dtype, self.device = path, settings, max_tokens, dtype, device
         self.key = (path, settings, max_tokens, dtype)
+        self._num_slots = 1 if device.type == "cpu" else 2  # on a device the copy back of one overlaps the next
         self._model: Model | None = None
         self._staging: Staging | None = None
         self._client = Client(runtime_dir=settings.runtime_dir)
@@ -64,12 +65,12 @@ class Attachment:
             info.name,
             max_tokens=self.max_tokens,
             dtype=DTYPES[self.dtype],
-            num_slots=1 if self.device.type == "cpu" else 2,
+            num_slots=self._num_slots,
             priority=self.settings.priority,
             fingerprint=compare_fingerprint(info, self.path),
         )
         if self.device.type != "cpu":
-            self._staging = Staging(self._model, self.device)
+            self._staging = Staging(self._model, self.device, self._num_slots)
 
     def layer_index(self, prefix: str, **sizes: int) -> int:
         """The index among the model's MoE layers of vLLM's layer `prefix`. Raises CheckpointError for a layer that
@@ -93,27 +94,23 @@ class Attachment:
     def moe(self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """The experts' weighted sum for x [num_tokens, hidden_size], any number of tokens; a new tensor like x."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        x, topk_ids, topk_weights = x.contiguous(), topk_ids.int().contiguous(), topk_weights.float().contiguous()
-        for first in range(0, x.shape[0], self.max_tokens):
-            rows = slice(first, first + self.max_tokens)
-            self._rows(layer, x[rows], topk_ids[rows], topk_weights[rows], out[rows])
-        return out
-
-    def _rows(
-        self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, out: torch.Tensor
-    ) -> None:
+        rows = Rows(x.contiguous(), topk_ids.int().contiguous(), topk_weights.float().contiguous(), out)
         while True:
             try:
-                if self._staging is not None:
-                    self._staging.moe(layer, x, topk_ids, topk_weights, out, self.settings.request_timeout_s)
-                else:
-                    self.model.moe(layer, x, topk_ids, topk_weights, out=out, timeout=self.settings.request_timeout_s)
-                return
+                self._submit(layer, rows)
+                return out
             except GONE as error:
                 self._reattach(error)
             except SyshaxError as error:
                 logger.error("syshaxd did not compute layer %d of %s: %s", layer, self.model.name, error)
                 raise
+
+    def _submit(self, layer: int, rows: Rows) -> None:
+        timeout = self.settings.request_timeout_s
+        if self._staging is not None:
+            self._staging.moe(layer, rows, DTYPES[self.dtype], timeout)
+        else:
+            self.model.moe(layer, rows.x, rows.topk_ids, rows.topk_weights, out=rows.out, timeout=timeout)
 
     def _reattach(self, lost: SyshaxError) -> None:
         """Back to a daemon that holds the same experts; raises DaemonLostError after reconnect_s."""

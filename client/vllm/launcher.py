@@ -119,7 +119,7 @@ def own_settings(arguments: argparse.Namespace, words: Sequence[str]) -> WorkerS
     except ValueError as error:
         raise ConfigError(f"--additional-config {text}: not JSON: {error}") from None
     given = {
-        "runtime_dir": arguments.runtime_dir and os.path.abspath(arguments.runtime_dir),
+        "runtime_dir": arguments.runtime_dir and str(Path(arguments.runtime_dir).absolute()),
         "model": arguments.syshax_model,
         "format": arguments.syshax_format,
         "priority": arguments.syshax_priority,

@@ -43,7 +43,7 @@ class SyshaxModelLoader(DefaultModelLoader):  # type: ignore[misc]
                 f"give both, or run syshax-worker {model_config.model}",
             )
         if not hasattr(model, "is_unused_checkpoint_weight"):
-            model.is_unused_checkpoint_weight = is_routed_expert
+            model.is_unused_checkpoint_weight = is_routed_expert  # type: ignore[assignment]
         super().load_weights(model, model_config)
 
     def get_all_weights(

@@ -21,7 +21,8 @@ class Attachment(Protocol):
     def moe(self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor: ...
 
 
-_library = torch.library.Library("syshax", "FRAGMENT")  # lives as long as the op
+# lives as long as the op
+_library = torch.library.Library("syshax", "FRAGMENT")  # type: ignore[no-untyped-call]
 _attachment: weakref.ref[Attachment] | None = None
 
 
@@ -49,9 +50,11 @@ def _shape_only(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Ten
     return torch.empty_like(x)
 
 
-_library.define(
+_library.define(  # type: ignore[no-untyped-call]
     "routed_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, int layer) -> Tensor",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_library.impl("routed_experts", _routed_experts, "CompositeExplicitAutograd")
+_library.impl(  # type: ignore[no-untyped-call]
+    "routed_experts", _routed_experts, "CompositeExplicitAutograd"
+)
 torch.library.register_fake("syshax::routed_experts", _shape_only, lib=_library)

@@ -59,7 +59,7 @@ def page_lock_for(device: torch.device, base: int, size: int) -> PageLock | None
     """The lock for that device; None where its runtime has no such call (copies then go through pageable memory)."""
     if device.type != "cuda":  # HIP builds of torch call themselves cuda too
         return None
-    runtime = torch.cuda.cudart()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def register(address: int, size: int) -> int:
         return int(runtime.cudaHostRegister(address, size, REGISTER_PORTABLE))

@@ -172,8 +172,9 @@ def compare_fingerprint(model: ModelInfo, path: Path) -> str:
 def checkpoint_directory(model: str, revision: str | None = None, cache: str | None = None) -> Path:
     """MODEL as a directory: itself, or the snapshot of a Hugging Face repository (downloaded where it is not cached,
     as vLLM would). Raises CheckpointError."""
-    if os.path.isdir(model):
-        return Path(model)
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
     if model.startswith(("/", ".", "~")):
         raise CheckpointError(f"{model} is not a directory", "give a checkpoint directory or a repository's name")
     from huggingface_hub import snapshot_download

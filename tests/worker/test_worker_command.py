@@ -70,7 +70,7 @@ def test_vllms_own_config_file_counts_as_the_user(tmp_path: Path) -> None:
     file.write_text("served-model-name: m\nkv_cache_memory_bytes: 123\n")
     argv = worker_command(str(tmp_path), ["--config", str(file)], facts(), {}).argv
     assert "--served-model-name" not in argv and "--kv-cache-memory-bytes" not in argv
-    with pytest.raises(ConfigError, match="missing.yaml"):
+    with pytest.raises(ConfigError, match=r"missing\.yaml"):
         worker_command(str(tmp_path), ["--config", "missing.yaml"], facts(), {})
 
 

@@ -50,6 +50,6 @@ def test_a_refusal_undoes_everything(size: int, chunk: int, refuse: int) -> None
     if refuse >= -(-size // chunk):
         PageLock(0, size, driver.register, driver.unregister, chunk)
         return
-    with pytest.raises(NoMemoryError, match="error 2.*memlock limit"):
+    with pytest.raises(NoMemoryError, match=r"error 2.*memlock limit"):
         PageLock(0, size, driver.register, driver.unregister, chunk)
     assert driver.locked == {}

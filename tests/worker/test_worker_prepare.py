@@ -167,7 +167,7 @@ def test_the_daemon_is_waited_for_and_given_up() -> None:
 def test_geometry_is_compared_size_by_size() -> None:
     held = Geometry(num_layers=2, num_experts=8, hidden_size=64, intermediate_size=32, top_k=2, layer_ids=[0, 1])
     compare_geometry(held, {"num_experts": 8, "hidden_size": 64}, "m")
-    with pytest.raises(FingerprintError, match="intermediate_size 32.*has 16"):
+    with pytest.raises(FingerprintError, match=r"intermediate_size 32.*has 16"):
         compare_geometry(held, {"num_experts": 8, "intermediate_size": 16}, "m")
 
 

@@ -1,0 +1,69 @@
+"""vLLM with its experts in syshaxd gives transformers' greedy tokens, token for token, in float32."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from services import Daemon, EngineProcess
+
+pytestmark = pytest.mark.vllm
+
+Checkpoint = Callable[[str], Path]
+Reference = Callable[[str], list[list[int]]]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_30b_a3b"])
+def test_eager(name: str, daemon: Daemon, engine: EngineProcess, checkpoint: Checkpoint, reference: Reference) -> None:
+    """Each model in turn: asked for by the worker, every forward pass computed by the daemon and only there."""
+    expected = reference(name)
+    engine.start(checkpoint(name), enforce_eager=True)
+    try:
+        before = daemon.model(name).forward_calls
+        answer = engine.generate()
+        assert answer["tokens"] == expected
+        model = daemon.model(name)
+        assert model.geometry is not None and answer["passes"] > 0
+        assert model.forward_calls - before == model.geometry.num_layers * answer["passes"]
+        assert model.sessions == 1
+    finally:
+        engine.call("stop")
+    assert daemon.model(name).sessions == 0, "a stopped engine has left"
+
+
+def test_the_engine_refuses_another_checkpoint(engine: EngineProcess, checkpoint: Checkpoint) -> None:
+    """qwen3_moe's checkpoint, told to use the daemon's mixtral."""
+    options = {"model": str(checkpoint("qwen3_moe")), "additional_config": {"syshax": {"model": "mixtral"}}}
+    answer = engine.call("start", options=options)
+    assert answer["error"] == "FingerprintError", answer
+    assert "mixtral" in answer["message"]
+
+
+def test_the_engine_refuses_a_typing_error(engine: EngineProcess, checkpoint: Checkpoint) -> None:
+    options = {"model": str(checkpoint("mixtral")), "additional_config": {"syshax": {"modle": "mixtral"}}}
+    answer = engine.call("start", options=options)
+    assert "did you mean model?" in answer["message"], answer
+
+
+def test_the_load_format_alone_is_refused(engine: EngineProcess, checkpoint: Checkpoint) -> None:
+    """Without the quantization nobody would compute the experts."""
+    answer = engine.call("start", options={"model": str(checkpoint("mixtral")), "quantization": None})
+    assert "--quantization syshax" in answer["message"], answer
+
+
+def test_compiled(daemon: Daemon, checkpoint: Checkpoint, reference: Reference, tmp_path: Path) -> None:
+    """Through torch.compile; the compiler's warm-up calls the operator with the largest batch."""
+    expected = reference("qwen3_moe")
+    environment = {
+        "SYSHAX_RUNTIME_DIR": str(daemon.runtime_dir),
+        "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor")),
+    }
+    engine = EngineProcess(tmp_path / "log", environment)
+    try:
+        engine.start(checkpoint("qwen3_moe"))
+        assert engine.generate()["tokens"] == expected
+    finally:
+        engine.end()
