@@ -1,0 +1,303 @@
+"""The command line of syshaxctl: one verb a function, each a call of the control API and a screen.
+
+Results go to standard output (tables, or the protocol's message with --json), everything else to standard error.
+Exit statuses are those of `syshax.errors`; docs/SYSHAXCTL.md lists them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import quote
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console, RenderableType
+
+from syshax.control import Control
+from syshax.ctl import screens, values, waiting
+from syshax.errors import CheckpointError, InvalidArgumentError, NotFoundError, SyshaxError
+from syshax.protocol import (
+    Check,
+    ConfigAnswer,
+    ConfigChangeAnswer,
+    ConfigSetRequest,
+    DoctorAnswer,
+    KernelsAnswer,
+    LoadRequest,
+    ModelInfo,
+    ModelsAnswer,
+    ModelState,
+    SessionsAnswer,
+    StatusAnswer,
+    TopologyAnswer,
+    UnloadAnswer,
+    WeightFormat,
+)
+
+M = TypeVar("M", bound=BaseModel)
+_PIPE_WIDTH = 160
+"""Where no terminal and no COLUMNS say otherwise: lines stay whole for grep and awk."""
+_INTERRUPTED = 130
+_FORMATS = ", ".join(WeightFormat)
+
+
+@dataclass
+class Context:
+    """What the global options say."""
+
+    control: Control
+    json: bool
+
+    def show(self, answer: M, screen: Callable[[M], RenderableType]) -> None:
+        """Prints the message for a program or a person."""
+        if self.json:
+            print(answer.model_dump_json(indent=2))
+        else:
+            show_screen(screen(answer))
+
+    def say(self, text: str) -> None:
+        """One line for a person."""
+        if not self.json:
+            print(text)
+
+
+def show_screen(what: RenderableType) -> None:
+    """On standard output; where that is no terminal, without the blanks that fill a table's lines."""
+    console = _console(stderr=False)
+    if console.is_terminal:
+        console.print(what, highlight=False)
+        return
+    with console.capture() as capture:
+        console.print(what, highlight=False)
+    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
+
+
+def _console(stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    return Console(stderr=stderr, width=width, emoji=False, markup=False)
+
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Ask and tell syshaxd: its models, sessions, hardware and configuration.",
+)
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change the configuration.")
+app.add_typer(config_app, name="config")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            print(f"syshaxctl {version('syshax')}")
+        except PackageNotFoundError:
+            print("syshaxctl (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def global_options(
+    context: typer.Context,
+    runtime_dir: Annotated[
+        Path | None,
+        typer.Option(help="The daemon's directory [$SYSHAX_RUNTIME_DIR or /run/syshax].", show_default=False),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the protocol's message instead of a table.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.", min=0.1)] = 30.0,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    context.obj = Context(Control(runtime_dir, timeout), json)
+
+
+def _of(context: typer.Context) -> Context:
+    assert isinstance(context.obj, Context)
+    return context.obj
+
+
+@app.command()
+def status(context: typer.Context) -> None:
+    """The daemon, its nodes, models and warnings on one screen."""
+    ctl = _of(context)
+    ctl.show(ctl.control.get("/v1/status", StatusAnswer), screens.status)
+
+
+@app.command()
+def models(context: typer.Context) -> None:
+    """Every model: configured, loading, ready, failed."""
+    ctl = _of(context)
+    ctl.show(ctl.control.get("/v1/models", ModelsAnswer), screens.models)
+
+
+@app.command()
+def load(
+    context: typer.Context,
+    path: Annotated[
+        Path | None, typer.Argument(help="A checkpoint's directory. Left out: --name names a configured model.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What workers call it [the directory's name].", show_default=False)
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option(help=f"How experts are stored: {_FORMATS} [the configured one].", show_default=False)
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the load until it ends.")] = False,
+) -> None:
+    """Load a model's experts. Returns when the load has begun, with --wait when it has ended."""
+    ctl = _of(context)
+    if path is None and name is None:
+        raise InvalidArgumentError("neither PATH nor --name is given", "syshaxctl load PATH, or load --name NAME")
+    chosen = name or values.default_name(path or Path())
+    fields: dict[str, Any] = {"name": chosen, "path": str(path.absolute()) if path else None, "format": format}
+    request = values.request(LoadRequest, **{key: value for key, value in fields.items() if value is not None})
+    try:
+        model = ctl.control.post("/v1/models", request, ModelInfo)
+    except (CheckpointError, NotFoundError) as error:
+        if path is not None and not path.exists() and "/" not in str(path):
+            error.hint = f"a model named in the configuration is loaded with: syshaxctl load --name {path}"
+        raise
+    if wait:
+        model = _follow(ctl, model)
+    if ctl.json:
+        ctl.show(model, lambda _: "")
+    elif model.state is ModelState.READY:
+        ctl.say(f"{model.name} is ready: {screens.model_note(model)}" if model.kernels else f"{model.name} is ready")
+    else:
+        ctl.say(f"{model.name} is {model.state.value}; follow it with: syshaxctl load --name {model.name} --wait")
+
+
+def _follow(ctl: Context, model: ModelInfo) -> ModelInfo:
+    try:
+        return waiting.wait_until_ready(ctl.control, model, _console(stderr=True))
+    except KeyboardInterrupt:
+        print(
+            f"the load of {model.name} goes on in the daemon.\n"
+            f"hint: follow it with `syshaxctl models`, end it with `syshaxctl unload {model.name}`",
+            file=sys.stderr,
+        )
+        raise typer.Exit(_INTERRUPTED) from None
+
+
+@app.command()
+def unload(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The model.")],
+    force: Annotated[bool, typer.Option("--force", help="Also when sessions use it: they end.")] = False,
+) -> None:
+    """Free a model's memory, or cancel its load."""
+    ctl = _of(context)
+    where = f"/v1/models/{quote(name, safe='')}{'?force=1' if force else ''}"
+    answer = ctl.control.delete(where, UnloadAnswer)
+    assert answer is not None
+    ctl.show(answer, lambda it: f"{it.name}: {it.state}")
+
+
+@app.command()
+def sessions(context: typer.Context) -> None:
+    """Every attached worker."""
+    ctl = _of(context)
+    ctl.show(ctl.control.get("/v1/sessions", SessionsAnswer), screens.sessions)
+
+
+@app.command()
+def topology(context: typer.Context) -> None:
+    """The machine's nodes and CPUs, and the plan made of them."""
+    ctl = _of(context)
+    ctl.show(ctl.control.get("/v1/topology", TopologyAnswer), screens.topology)
+
+
+@app.command()
+def kernels(context: typer.Context) -> None:
+    """Every kernel, whether this CPU can run it, and which are chosen."""
+    ctl = _of(context)
+    ctl.show(ctl.control.get("/v1/kernels", KernelsAnswer), screens.kernels)
+
+
+@app.command()
+def doctor(context: typer.Context) -> None:
+    """Look for what is wrong or slow. Exit status 1 when an error is found."""
+    ctl = _of(context)
+    answer = ctl.control.get("/v1/doctor", DoctorAnswer)
+    reached = Check(name="control socket", ok=True, message=f"the daemon answers at {ctl.control.path}")
+    ctl.show(answer.model_copy(update={"checks": [reached, *answer.checks]}), screens.doctor)
+    if any(screens.level(check) == "error" for check in answer.checks):
+        raise typer.Exit(1)
+
+
+@config_app.command("show")
+def config_show(
+    context: typer.Context,
+    key: Annotated[str, typer.Argument(help="Only this key or table, such as limits.")] = "",
+) -> None:
+    """The effective configuration and where each value comes from."""
+    ctl = _of(context)
+    answer = ctl.control.get("/v1/config", ConfigAnswer)
+    known = [dotted for dotted, _ in screens.flat(answer.effective)]
+    if key and not any(dotted == key or dotted.startswith(f"{key}.") for dotted in known):
+        raise NotFoundError(f"there is no key or table {key!r}", "syshaxctl config show lists every key")
+    ctl.show(answer, lambda it: screens.config(it, key))
+
+
+@config_app.command("set")
+def config_set(
+    context: typer.Context,
+    pairs: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Values are TOML; bare words are text.")],
+) -> None:
+    """Change values now and after a restart; the administrator's file stays as it is. KEY= goes back to that file."""
+    ctl = _of(context)
+    words = [f"{pairs[0]}={pairs[1]}"] if len(pairs) == 2 and "=" not in pairs[0] else pairs
+    given = {key: None if value == "" else value for key, value in values.assignments(words).items()}
+    answer = ctl.control.patch("/v1/config", ConfigSetRequest(values=given), ConfigChangeAnswer)
+    ctl.show(answer, screens.config_change)
+
+
+@config_app.command("reload")
+def config_reload(context: typer.Context) -> None:
+    """Read the configuration files again and apply what can be applied."""
+    ctl = _of(context)
+    ctl.show(ctl.control.post("/v1/config/reload", None, ConfigChangeAnswer), screens.config_change)
+
+
+def _globals_first(words: list[str]) -> list[str]:
+    """Global options may stand anywhere: `syshaxctl status --json` is what people type."""
+    front: list[str] = []
+    rest: list[str] = []
+    queue = iter(words)
+    for word in queue:
+        if word == "--":
+            rest += [word, *queue]
+        elif word == "--json" or word.startswith("--runtime-dir="):
+            front.append(word)
+        elif word == "--runtime-dir":
+            front += [word, *([value] if (value := next(queue, None)) is not None else [])]
+        else:
+            rest.append(word)
+    return front + rest
+
+
+def main() -> None:
+    """Entry point: errors are lines on stderr and an exit status, never a traceback."""
+    try:
+        app(args=_globals_first(sys.argv[1:]), prog_name="syshaxctl")
+    except SyshaxError as error:
+        for line in error.message.splitlines() or [error.code]:
+            print(f"error: {line}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""What people and programs see of every verb."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from ctl_fixtures import BOOT, FAILED, GIB, LOADING, READY, FakeControl, RunCtl, answers, session
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syshax.ctl import screens, units
+from syshax.protocol import (
+    Check,
+    DoctorAnswer,
+    ModelInfo,
+    ModelsAnswer,
+    SessionsAnswer,
+    StatusAnswer,
+)
+
+VERBS = ["status", "models", "sessions", "topology", "kernels", "config show", "doctor", "config reload"]
+STATUS = """\
+syshaxd  ready, up 2 h 13 min, version 0.1.0, pid 1234
+CPU      Intel(R) Xeon(R) Platinum 8480+, kernels for avx2 (this CPU can do
+         avx512)
+experts  30.0 GiB of 200 GiB allowed
+work     2 sessions, 1.23 M requests, 3 failed, 45.7 M tokens, 1 h 16 min
+         computing
+
+Node  CPUs         Threads  Share  Busy   Experts   Huge     Free   Memory
+   0  0-15,64-79        16   50 %  83 %  15.0 GiB  100 %  190 GiB  256 GiB
+   1  16-31,80-95       16   50 %   7 %  15.0 GiB   33 %  190 GiB  256 GiB
+
+Model          State       Format  Experts              Size  Sessions   Calls
+Qwen3-30B-A3B  ready       q8_0    48 x 128, top 8  30.0 GiB         2  1.23 M
+mixtral        loading     q4_0    -                       -         0       0
+broken         failed      bf16    -                       -         0       0
+later          configured  fp16    -                       -         0       0
+
+Qwen3-30B-A3B: q8_0_f32_avx512 for float32, q8_0_int8_avx512 for
+               bfloat16/float16
+mixtral:       converting, 38 % of 24.0 GiB, layer 12 of 32, 1 min 23 s
+broken:        model.layers.3.mlp.experts.7.up_proj.weight has shape [700,
+               2048], expected [768, 2048]
+
+warning: SYSHAX_ISA=avx2 keeps kernels below what this CPU can do (avx512):
+         expect less than half the speed
+"""
+
+
+def test_status_is_one_screen(ctl: RunCtl) -> None:
+    assert ctl("status").out == STATUS
+    wide = ctl("status", width=140).out
+    assert "(this CPU can do avx512)\n" in wide and "expected [768, 2048]\n" in wide
+    assert len(STATUS.splitlines()) <= 25
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_screen_fits_and_is_plain_text(ctl: RunCtl, verb: str, width: int) -> None:
+    ran = ctl(*verb.split(), width=width)
+    assert ran.status == 0 and not ran.err and ran.out.strip()
+    assert "\x1b" not in ran.out, "no colour where there is no terminal"
+    for line in ran.out.splitlines():
+        assert len(line) <= width and line == line.rstrip()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_json_is_the_message(ctl: RunCtl, verb: str) -> None:
+    method = "POST" if verb == "config reload" else "GET"
+    route = {"config show": "GET /v1/config", "config reload": "POST /v1/config/reload"}.get(
+        verb, f"{method} /v1/{verb}"
+    )
+    message = answers()[route]
+    for arguments in (["--json", *verb.split()], [*verb.split(), "--json"]):
+        ran = ctl(*arguments)
+        if verb == "doctor":
+            parsed = json.loads(ran.out)
+            assert parsed["checks"].pop(0)["name"] == "control socket"
+            assert parsed == json.loads(message.model_dump_json())
+        else:
+            assert type(message).model_validate_json(ran.out) == message
+
+
+def test_a_pipe_is_not_folded(ctl: RunCtl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(*_: object) -> None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+
+    monkeypatch.setattr(monkeypatch, "setenv", keep)
+    assert FAILED.reason in ctl("models").out
+
+
+def test_brackets_in_texts_are_texts(ctl: RunCtl, control: FakeControl) -> None:
+    broken = FAILED.model_copy(update={"reason": "[red]shape[/red] [700, 2048] :smile:"})
+    control.replies["GET /v1/models"] = ModelsAnswer(boot_id=BOOT, models=[broken])
+    assert "[red]shape[/red] [700, 2048] :smile:" in ctl("models").out
+
+
+def test_an_idle_daemon(ctl: RunCtl, control: FakeControl) -> None:
+    status = answers()["GET /v1/status"]
+    assert isinstance(status, StatusAnswer)
+    changes = {
+        "models": [],
+        "sessions": 1,
+        "warnings": [],
+        "requests_failed": 0,
+        "isa": "avx512",
+        "memory_limit_bytes": 0,
+        "state": "degraded",
+        "reason": "node 1 has no memory",
+    }
+    control.replies["GET /v1/status"] = status.model_copy(update=changes)
+    out = ctl("status").out
+    assert "no models: syshaxctl load PATH" in out and "1 session," in out and "allowed" not in out
+    assert "degraded, up" in out and "node 1 has no memory" in out and "warning" not in out and "can do" not in out
+    control.replies["GET /v1/sessions"] = SessionsAnswer(boot_id=BOOT, sessions=[])
+    assert ctl("sessions").out == "no sessions: no worker is attached\n"
+    control.replies["GET /v1/models"] = ModelsAnswer(boot_id=BOOT, models=[])
+    assert "no models" in ctl("models").out
+
+
+def test_long_names_stay_whole(ctl: RunCtl, control: FakeControl) -> None:
+    name = "a-very-long-name-of-a-model-that-somebody-chose"
+    model = READY.model_copy(update={"name": name})
+    control.replies["GET /v1/models"] = ModelsAnswer(boot_id=BOOT, models=[model])
+    assert name in ctl("models", width=140).out
+    sessions = [session(1, model=name, client="vllm", requests=0, queued_ms_total=0, compute_ms_total=0)]
+    control.replies["GET /v1/sessions"] = SessionsAnswer(boot_id=BOOT, sessions=sessions)
+    out = ctl("sessions", width=140).out
+    assert name in out and " - " in out
+
+
+def test_sessions_name_trouble(ctl: RunCtl) -> None:
+    out = ctl("sessions").out
+    assert "session 2 (pid 4002) is stale" in out and "session 2: 4 calls failed" in out
+
+
+def test_config_show_of_a_table(ctl: RunCtl) -> None:
+    out = ctl("config", "show", "limits").out
+    assert "limits.sessions" in out and "state" in out and "log.level" not in out
+    assert "restart needed: compute.threads" in ctl("config", "show").out
+    assert "/etc/syshax/syshaxd.toml" in ctl("config", "show", "compute.nodes").out
+    ran = ctl("config", "show", "limts")
+    assert ran.status == 5 and "'limts'" in ran.err
+
+
+def test_doctor_exits_1_on_an_error(ctl: RunCtl, control: FakeControl) -> None:
+    assert ctl("doctor").status == 0
+    bad = Check(name="pool", ok=False, message="node 0 holds 0 bytes", hint="load again")
+    control.replies["GET /v1/doctor"] = DoctorAnswer(boot_id=BOOT, checks=[bad])
+    ran = ctl("doctor")
+    assert ran.status == 1 and "1 error" in ran.out and "hint: load again" in ran.out
+    assert ctl("--json", "doctor").status == 1
+    control.replies["GET /v1/doctor"] = DoctorAnswer(boot_id=BOOT, checks=[])
+    assert "all is well" in ctl("doctor").out
+
+
+def test_progress_in_words() -> None:
+    assert screens.progress_text(LOADING) == "converting, 38 % of 24.0 GiB, layer 12 of 32, 1 min 23 s"
+    bare = ModelInfo.model_validate({**LOADING.model_dump(), "progress": {}})
+    assert screens.progress_text(bare) == "starting, 0 s"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (GIB - 1, "1.00 GiB"),
+        (1 << 60, "1024 PiB"),
+    ],
+)
+def test_sizes(value: int, text: str) -> None:
+    assert units.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.25, "0.25 s"),
+        (3.14, "3.1 s"),
+        (59.9, "1 min"),
+        (61, "1 min 1 s"),
+        (3600, "1 h"),
+        (7980, "2 h 13 min"),
+        (90000, "1 d 1 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert units.duration(seconds) == text
+
+
+@given(st.integers(0, 1 << 59))
+def test_a_size_is_within_half_a_percent_and_short(value: int) -> None:
+    number, unit = units.size(value).split(" ")
+    factor = {"B": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40, "PiB": 50}[unit]
+    assert math.isclose(float(number) * (1 << factor), value, rel_tol=0.006) and len(number) <= 4
+
+
+@given(st.integers(0, 10**17))
+def test_a_count_is_within_half_a_percent(value: int) -> None:
+    number, _, unit = units.count(value).partition(" ")
+    factor = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}[unit]
+    assert math.isclose(float(number.replace(",", "")) * factor, value, rel_tol=0.006)
+
+
+@given(st.sets(st.integers(0, 300)))
+def test_cpu_ranges_name_each_cpu_once(cpus: set[int]) -> None:
+    text = units.cpu_ranges(sorted(cpus))
+    named: list[int] = []
+    for part in [] if text == "-" else text.split(","):
+        first, _, last = part.partition("-")
+        named += range(int(first), int(last or first) + 1)
+    assert named == sorted(cpus)
