@@ -15,7 +15,7 @@ from aiohttp import web
 
 from syshaxd.frontend import metrics as metrics_module
 from syshaxd.frontend.config import ApiConfig
-from syshaxd.frontend.errors import ApiError, Kind, quoted
+from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
 from syshaxd.frontend.keys import KeyRing
 from syshaxd.frontend.metrics import Metrics
 from syshaxd.frontend.proxy import Proxy
@@ -52,8 +52,10 @@ class App:
         except Exception:
             log.exception("%s %s failed", request.method, request.raw_path)
             response = ApiError(Kind.INTERNAL, "An internal error of syshax-api; its log has the details.").response()
-        if self.proxy.draining and not response.prepared:
-            response.force_close()
+        if not response.prepared:
+            response.headers["Server"] = SERVER
+            if self.proxy.draining:
+                response.force_close()
         return response
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:

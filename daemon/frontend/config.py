@@ -61,7 +61,9 @@ class Limits(Settings):
 class Timeouts(Settings):
     connect_seconds: Seconds = Field(default=5.0, description="To connect to a worker.")
     first_byte_seconds: Seconds = Field(
-        default=3600.0, description="Until a worker begins to answer: a whole generation when it does not stream. 504."
+        default=3600.0,
+        description="From a request's arrival until a worker begins to answer (a whole generation when it does not "
+        "stream).",
     )
     idle_seconds: Seconds = Field(default=600.0, description="Between two chunks of an answer.")
     hold_seconds: float = Field(

@@ -11,6 +11,9 @@ from enum import Enum
 
 from aiohttp import web
 
+SERVER = "syshax-api"
+"""The Server header of answers that no worker gave."""
+
 
 class Kind(Enum):
     """HTTP status, OpenAI `type` and `code` of each error."""
@@ -22,6 +25,7 @@ class Kind(Enum):
     NO_ROUTE = (404, "invalid_request_error", "unknown_url")
     NO_MODEL = (404, "invalid_request_error", "model_not_found")
     METHOD = (405, "invalid_request_error", "method_not_allowed")
+    SLOW_BODY = (408, "invalid_request_error", "request_timeout")
     TOO_LARGE = (413, "invalid_request_error", "request_too_large")
     OVERLOADED = (429, "rate_limit_error", "overloaded")
     INTERNAL = (500, "server_error", "internal_error")
@@ -56,6 +60,7 @@ class ApiError(Exception):
 
     def response(self) -> web.Response:
         response = web.Response(status=self.kind.status, body=self.body(), content_type="application/json")
+        response.headers["Server"] = SERVER
         for name, value in self.headers:
             response.headers[name] = value
         return response

@@ -20,7 +20,7 @@ import aiohttp
 from aiohttp import web
 
 from syshaxd.frontend.config import ApiConfig
-from syshaxd.frontend.errors import ApiError, Kind, quoted
+from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
 from syshaxd.frontend.metrics import Metrics, Series
 from syshaxd.frontend.request import headers_to_client, headers_to_worker, model_of, path_of, read_body
 from syshaxd.frontend.workers import Worker, Workers, describe
@@ -106,8 +106,6 @@ class Proxy:
         self.active.add(exchange)
         status = 499
         try:
-            exchange.body = await read_body(request, self._limits.body)
-            exchange.model = model_of(path, request.headers, exchange.body)
             response = await self._on_the_clock(exchange)
             status = exchange.error.kind.status if exchange.error else response.status
             return response
@@ -124,18 +122,17 @@ class Proxy:
     async def _on_the_clock(self, exchange: Exchange) -> web.StreamResponse:
         try:
             async with asyncio.timeout(self._timeouts.first_byte_seconds) as exchange.clock:
+                exchange.body = await read_body(exchange.request, self._limits.body)
+                exchange.model = model_of(exchange.path, exchange.request.headers, exchange.body)
                 return await self._with_retry(exchange)
         except TimeoutError:
-            limit = self._timeouts.idle_seconds if exchange.response else self._timeouts.first_byte_seconds
-            error = exchange.error or ApiError(Kind.TIMEOUT, f"The worker sent nothing for {limit:g} s.")
+            error = exchange.error = exchange.error or self._too_slow(exchange)
         exchange.notes.append(error.message)
         if exchange.response is None:
             raise error
         return await self._break_off(exchange, exchange.response, error)
 
     async def _with_retry(self, exchange: Exchange) -> web.StreamResponse:
-        if exchange.error:
-            raise exchange.error
         worker = self._workers.pick(exchange.model)
         try:
             return await self._attempt(exchange, worker)
@@ -153,6 +150,13 @@ class Proxy:
             second.mark_down(str(failure)) if failure.unsent else second.suspect()
             exchange.notes.append(f"{second.url}: {failure}")
             raise _failed(failure) from None
+
+    def _too_slow(self, exchange: Exchange) -> ApiError:
+        first = f"{self._timeouts.first_byte_seconds:g} s"
+        if exchange.worker is None:
+            return ApiError(Kind.SLOW_BODY, f"The request's body did not arrive within {first}.")
+        limit = f"{self._timeouts.idle_seconds:g} s" if exchange.response else first
+        return ApiError(Kind.TIMEOUT, f"The worker sent nothing for {limit}.")
 
     def _may_repeat(self, exchange: Exchange, failure: _WorkerFailedError) -> bool:
         return failure.unsent or exchange.request.method in ("GET", "HEAD") or exchange.path in _REPEATABLE
@@ -207,10 +211,10 @@ class Proxy:
     ) -> web.StreamResponse:
         request, clock, idle = exchange.request, exchange.clock, self._timeouts.idle_seconds
         assert clock is not None
-        response = web.StreamResponse(
-            status=upstream.status, reason=upstream.reason, headers=headers_to_client(upstream.headers)
-        )
+        made = web.StreamResponse if first is None else _WithFirstChunk
+        response = made(status=upstream.status, reason=upstream.reason, headers=headers_to_client(upstream.headers))
         response.headers.setdefault(REQUEST_ID, exchange.request_id)
+        response.headers.setdefault("Server", SERVER)
         if self.draining:
             response.force_close()
         exchange.response = response
@@ -304,6 +308,12 @@ def _failed(failure: _WorkerFailedError) -> ApiError:
 
 def _cut_short(error: BaseException) -> ApiError:
     return ApiError(Kind.WORKER_FAILED, f"The worker failed while it answered: {describe(error)}.")
+
+
+class _WithFirstChunk(web.StreamResponse):
+    """Its headers leave in one packet with the first chunk, which is at hand (aiohttp's own Response does the same)."""
+
+    _send_headers_immediately = False
 
 
 def is_event_stream(response: web.StreamResponse) -> bool:

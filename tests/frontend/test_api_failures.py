@@ -162,6 +162,17 @@ async def test_timeouts(setup: Setup) -> None:
     assert body.startswith(EVENT * 4) and b'"worker_timeout"' in body
 
 
+async def test_a_body_that_does_not_arrive(setup: Setup) -> None:
+    worker = await setup.worker()
+    front = await setup.front(worker, timeouts={"first_byte_seconds": 0.3})
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n{")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+    writer.close()
+    await until(lambda: not front.app.proxy.active)
+    assert not worker.seen
+
+
 async def test_no_worker_no_readiness_and_it_heals_by_itself(setup: Setup, tmp_path: Path) -> None:
     path = tmp_path / "late.sock"
     front = await setup.front(f"unix:{path}")

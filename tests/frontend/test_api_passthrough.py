@@ -150,6 +150,14 @@ async def test_nothing_is_added_but_the_request_id(setup: Setup) -> None:
     assert b"x-request-id: " in head.lower()
 
 
+async def test_an_answer_keeps_what_it_has_and_our_own_answers_name_no_version(setup: Setup) -> None:
+    worker = await setup.worker()
+    front = await setup.front(worker)
+    assert "aiohttp" in (await front.chat()).headers["Server"], "the worker's"
+    for path in ("/health", "/v1/models", "/nope"):
+        assert (await front.session.get(path)).headers["Server"] == "syshax-api"
+
+
 async def test_a_request_id_is_kept(pair: tuple[Front, FakeWorker]) -> None:
     front, worker = pair
     async with front.session.post("/v1/completions", json={"model": "m"}, headers={"X-Request-Id": "mine"}) as answer:
