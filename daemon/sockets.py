@@ -58,7 +58,7 @@ class Listeners:
 def open_listeners(runtime_dir: Path, group: str, private: bool) -> Listeners:
     """Raises ConfigError (a directory that cannot be used) or AlreadyRunningError. private: no group, 0700, 0600."""
     lock = _lock(runtime_dir, private)
-    given = take_sockets()
+    given = dict(take_sockets())
     group_id = None if private else _group_id(group)
     kinds = {CONTROL_SOCKET: socket.SOCK_STREAM, ATTACH_SOCKET: socket.SOCK_SEQPACKET}
     made: dict[str, socket.socket] = {}

@@ -45,15 +45,16 @@ def watchdog_seconds() -> float | None:
     return int(wanted) / 1e6 if wanted.isdigit() and int(wanted) > 0 and pid == str(os.getpid()) else None
 
 
-def take_sockets() -> dict[str, socket.socket]:
-    """Listening sockets handed over by systemd, by FileDescriptorName=; the variables are cleared."""
+def take_sockets() -> list[tuple[str, socket.socket]]:
+    """Listening sockets handed over by systemd, each with its FileDescriptorName=; the variables are cleared."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
     if pid != str(os.getpid()) or not count.isdigit():
-        return {}
-    taken: dict[str, socket.socket] = {}
+        return []
+    taken: list[tuple[str, socket.socket]] = []
     for offset in range(int(count)):
         descriptor = _FIRST_FD + offset
         os.set_inheritable(descriptor, False)
-        taken[names[offset] if offset < len(names) else str(descriptor)] = socket.socket(fileno=descriptor)
+        name = names[offset] if offset < len(names) else str(descriptor)
+        taken.append((name, socket.socket(fileno=descriptor)))
     return taken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from syshax.errors import SyshaxError
+from syshaxd.config import LoggingConfig
 from syshaxd.frontend.config import DEFAULT_FILE, load_config
 from syshaxd.frontend.server import run
+from syshaxd.logs import set_up_logging
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -40,9 +41,7 @@ def serve(
     if check_config:
         typer.echo("configuration is valid")
         return
-    logging.basicConfig(
-        level=settings.log.level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    set_up_logging(LoggingConfig(level=settings.logging.level, format=settings.logging.format))
     raise typer.Exit(run(settings))
 
 

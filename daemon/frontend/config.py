@@ -91,8 +91,9 @@ class Health(Settings):
     )
 
 
-class Log(Settings):
+class Logging(Settings):
     level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level written.")
+    format: Literal["text", "json"] = Field(default="text", description="Lines for people or objects for collectors.")
     requests: bool = Field(default=True, description="One line for every request (at level info).")
 
 
@@ -115,7 +116,7 @@ class ApiConfig(Settings):
     limits: Limits = Field(default=Limits(), description="What one client may ask for.")
     timeouts: Timeouts = Field(default=Timeouts(), description="All in seconds.")
     health: Health = Field(default=Health(), description="How workers are checked.")
-    log: Log = Field(default=Log(), description="To standard error.")
+    logging: Logging = Field(default=Logging(), description="To standard error.")
 
 
 def load_config(file: Path | None, overrides: dict[str, Any]) -> ApiConfig:

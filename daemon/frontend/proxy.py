@@ -84,7 +84,7 @@ class Proxy:
     """All exchanges. `active` are those in progress."""
 
     def __init__(self, config: ApiConfig, workers: Workers, metrics: Metrics) -> None:
-        self._limits, self._timeouts, self._log_requests = config.limits, config.timeouts, config.log.requests
+        self._limits, self._timeouts, self._log_requests = config.limits, config.timeouts, config.logging.requests
         self._workers = workers
         self._metrics = metrics
         self.active: set[Exchange] = set()
@@ -287,19 +287,19 @@ class Proxy:
             self._metrics.disconnects.inc()
             exchange.notes.append("the client went away")
         if self._log_requests:
-            log.info(
-                "%s %s status=%d id=%s model=%s worker=%s in=%d out=%d seconds=%.3f%s",
-                exchange.request.method,
-                exchange.path,
-                status,
-                quoted(exchange.request_id),
-                quoted(exchange.model or "-"),
-                worker or "-",
-                len(exchange.body),
-                exchange.bytes_out,
-                seconds,
-                "".join(f' note="{note}"' for note in exchange.notes),
-            )
+            facts = {
+                "method": exchange.request.method,
+                "path": quoted(exchange.path),
+                "status": status,
+                "request_id": quoted(exchange.request_id),
+                "model": quoted(exchange.model or "-"),
+                "worker": worker or "-",
+                "bytes_in": len(exchange.body),
+                "bytes_out": exchange.bytes_out,
+                "seconds": round(seconds, 4),
+                **({"note": "; ".join(exchange.notes)} if exchange.notes else {}),
+            }
+            log.info("request", extra=facts)
 
 
 def _failed(failure: _WorkerFailedError) -> ApiError:

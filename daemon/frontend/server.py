@@ -1,4 +1,4 @@
-"""The process around the front-end: sockets, signals, systemd, draining. Everything about HTTP itself is in `app`.
+"""The process around the front-end: sockets, signals, draining. Everything about HTTP itself is in `app`.
 
 SIGTERM or SIGINT: stop accepting, finish what runs up to timeouts.drain_seconds, exit 0; a second one exits at once.
 SIGHUP: read the API keys again.
@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import sdnotify
 from aiohttp import web
 
 from syshax.errors import ConfigError
@@ -25,9 +24,9 @@ from syshaxd.frontend.app import App
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import ApiError, Kind
 from syshaxd.frontend.keys import KeyRing
+from syshaxd.systemd import Notifier, take_sockets
 
 log = logging.getLogger("syshax.api")
-_FIRST_LISTEN_FD = 3
 _LAST_REQUEST_SECONDS = 0.25
 """A request that is on its way as we stop, on a connection that we hold, still gets its answer and then the close."""
 _BREAK_OFF_SECONDS = 2.0
@@ -85,26 +84,13 @@ def make_server(app: App, config: ApiConfig) -> web.Server:
     )
 
 
-def inherited_sockets(environ: dict[str, str] | os._Environ[str] = os.environ) -> list[socket.socket]:
-    """Sockets passed by systemd (LISTEN_FDS), removed from the environment; [] when none are for this process."""
-    pid, count = environ.pop("LISTEN_PID", ""), environ.pop("LISTEN_FDS", "0")
-    environ.pop("LISTEN_FDNAMES", None)
-    if pid != str(os.getpid()) or not count.isdigit():
-        return []
-    sockets = []
-    for number in range(_FIRST_LISTEN_FD, _FIRST_LISTEN_FD + int(count)):
-        os.set_inheritable(number, False)
-        sockets.append(socket.socket(fileno=number))
-    return sockets
-
-
 class Process:
     """One run of syshax-api, from sockets to exit status."""
 
     def __init__(self, config: ApiConfig) -> None:
         self._config = config
         self._keys = KeyRing(Path(config.api_keys_file)) if config.api_keys_file else None
-        self._notifier = sdnotify.SystemdNotifier()
+        self._notifier = Notifier()
         self._stop = asyncio.Event()
         self.addresses: list[str] = []
 
@@ -116,12 +102,13 @@ class Process:
         await runner.setup()
         status = asyncio.create_task(self._report(app))
         try:
+            self._handle_signals()
             await self._listen(runner)
             app.workers.start()
-            self._handle_signals()
             log.info("listening on %s", ", ".join(self.addresses))
-            self._notifier.notify("READY=1")
+            self._notifier.ready("listening")
             await self._stop.wait()
+            status.cancel()
             await self._drain(app, runner)
         finally:
             status.cancel()
@@ -131,8 +118,7 @@ class Process:
         return 0
 
     async def _listen(self, runner: web.ServerRunner) -> None:
-        inherited = inherited_sockets()
-        sites: list[web.BaseSite] = [web.SockSite(runner, sock) for sock in inherited]
+        sites: list[web.BaseSite] = [web.SockSite(runner, given) for _, given in take_sockets()]
         if not sites:
             sites = [web.TCPSite(runner, self._config.host, self._config.port)]
         try:
@@ -184,17 +170,14 @@ class Process:
 
     async def _report(self, app: App) -> None:
         """Keeps systemd's status line true."""
-        said: str | None = None
         while True:
             reason = app.workers.unready_reason()
-            if reason != said:
-                self._notifier.notify(f"STATUS={reason or 'ready: ' + ', '.join(app.workers.models())}")
-                said = reason
+            self._notifier.status(reason or f"ready: {', '.join(app.workers.models())}")
             await asyncio.sleep(1)
 
     async def _drain(self, app: App, runner: web.ServerRunner) -> None:
         seconds = self._config.timeouts.drain_seconds
-        self._notifier.notify(f"STOPPING=1\nSTATUS=finishing {len(app.proxy.active)} requests")
+        self._notifier.stopping(f"finishing {len(app.proxy.active)} requests")
         log.info("stopping: %d requests have %g s to finish", len(app.proxy.active), seconds)
         app.proxy.draining = True
         await asyncio.sleep(0)  # what the kernel has accepted for us
