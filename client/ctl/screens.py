@@ -312,10 +312,9 @@ def toml_value(value: Any) -> str:
 
 
 def config_change(answer: ConfigChangeAnswer) -> RenderableType:
+    """The keys by what became of them. The daemon's message says that in a sentence: it is shown when no key is."""
     lines = [(f"{name}:", ", ".join(keys)) for name, keys in _change_groups(answer) if keys]
-    if answer.message:
-        lines.append(("note:", answer.message))
-    return _notes(lines or [("unchanged:", "nothing differs")], "bold")
+    return _notes(lines or [("unchanged:", answer.message or "nothing differs")], "bold")
 
 
 def _change_groups(answer: ConfigChangeAnswer) -> list[tuple[str, list[str]]]:

@@ -60,7 +60,7 @@ def _display(errors: Console, name: str) -> Iterator[Callable[[ModelInfo], None]
             total = done.bytes_total or None
             complete = total if model.state is ModelState.READY and total else done.bytes_done
             amount = f"{units.size(complete)} of {units.size(total)}" if total else ""
-            stage = f"{done.stage or 'loading'} {name}"
+            stage = f"{'loaded' if model.state is ModelState.READY else done.stage or 'loading'} {name}"
             bar.update(task, total=total, completed=complete, stage=stage, amount=amount)
 
         yield show
