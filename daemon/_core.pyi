@@ -87,6 +87,19 @@ def vector_op(isa: str, op: str, *arrays: Any) -> npt.NDArray[Any]:
     """That ISA's silu_mul(tile), accumulate(weight, src, dst), widen(src, dtype) or narrow(src, dtype); the changed
     array comes back. For tests."""
 
+# ---- checkpoint files --------------------------------------------------------
+class GuardedFile:
+    """The file behind a descriptor, mapped whole for reading: a read-only buffer of its bytes, alive as long as an
+    array looks into it. Where it is cut short meanwhile, reads give zeros instead of SIGBUS. CoreError("checkpoint")."""
+
+    def __init__(self, fd: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+    def cut_short(self) -> bool:
+        """Whether a read has met the missing end: what was read is not to be believed."""
+    def prefetch(self, offset: int, bytes: int) -> None: ...
+    def release(self, offset: int, bytes: int) -> None:
+        """The pages leave this process; the page cache may keep them."""
+
 # ---- runtime ----------------------------------------------------------------
 class NodePlan(TypedDict):
     node: int  # NUMA node to bind memory to, -1: not bound

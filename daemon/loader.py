@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from syshax.checkpoint import Checkpoint, TensorEntry, expert_fingerprint
 from syshax.errors import CancelledError, CheckpointError, NoMemoryError
 from syshax.protocol import Geometry, Progress, WeightFormat
 from syshaxd.architectures import Architecture, find_architecture
-from syshaxd.core import Core, CoreModel, CoreRuntime, GeometryDict, core_errors
+from syshaxd.core import Core, CoreModel, CoreRuntime, GeometryDict, MappedFile, core_errors
 from syshaxd.machine import memory_group_limit
 from syshaxd.planner import Plan
 from syshaxd.quantities import human_size
@@ -285,12 +285,16 @@ class _Source:
 
     file: Path
     descriptor: int
-    map: mmap.mmap
-    identity: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))
+    mapped: MappedFile
+    identity: tuple[int, int, int, int]
 
     def check_unchanged(self) -> None:
-        if _identity(self.descriptor) != self.identity:
-            raise CheckpointError(f"{self.file} changed while it was being loaded", "load again when it is complete")
+        if self.mapped.cut_short() or _identity(self.descriptor) != self.identity:
+            raise _changed(self.file)
+
+
+def _changed(file: Path) -> CheckpointError:
+    return CheckpointError(f"{file} changed while it was being loaded", "load again when it is complete")
 
 
 def _identity(descriptor: int) -> tuple[int, int, int, int]:
@@ -311,7 +315,7 @@ def load(
     Raises NoMemoryError, CheckpointError (a file that changed or was cut short), CancelledError.
     """
     with ExitStack() as stack, core_errors(core):
-        sources = _open_sources(blueprint, stack)
+        sources = _open_sources(core, blueprint, stack)
         progress.stage = "reserving"
         model = runtime.create_model(name, blueprint.core_geometry, blueprint.format.value)
         try:
@@ -331,58 +335,66 @@ def load(
         return model
 
 
-def _open_sources(blueprint: Blueprint, stack: ExitStack) -> dict[Path, _Source]:
+def _open_sources(core: Core, blueprint: Blueprint, stack: ExitStack) -> dict[Path, _Source]:
     sources: dict[Path, _Source] = {}
     for entry in blueprint.checkpoint.tensors.values():
         if entry.file not in sources:
             try:
                 descriptor = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
                 stack.callback(os.close, descriptor)
-                mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{entry.file}: {error}") from error
-            sources[entry.file] = _Source(entry.file, descriptor, mapped, _identity(descriptor))
+            except OSError as error:
+                raise CheckpointError(f"{entry.file}: {error.strerror}") from error
+            identity = _identity(descriptor)
+            sources[entry.file] = _Source(entry.file, descriptor, core.GuardedFile(descriptor), identity)
         if entry.end > sources[entry.file].identity[2]:
-            raise CheckpointError(f"{entry.file} changed while it was being loaded", "load again when it is complete")
+            raise _changed(entry.file)
     return sources
 
 
 def _load_layer(
     model: CoreModel, blueprint: Blueprint, sources: Mapping[Path, _Source], index: int, layer: int
 ) -> None:
-    tensors = blueprint.checkpoint.tensors
-    names = [blueprint.architecture.tensor_names(layer, expert) for expert in range(blueprint.geometry.num_experts)]
-    entries = [[tensors[f"{expert[projection]}.weight"] for expert in names] for projection in range(3)]
-    used = {entry.file: sources[entry.file] for group in entries for entry in group}
-    _advise(sources, entries, mmap.MADV_WILLNEED)
-    for source in used.values():
+    entries = _layer_entries(blueprint, layer)
+    used = [sources[file] for file in {entry.file for group in entries for entry in group}]
+    for source in used:
         source.check_unchanged()
+    _prefetch(sources, entries)
+    if index + 1 < blueprint.geometry.num_layers:  # the disk works on the next layer while the CPUs convert this one
+        _prefetch(sources, _layer_entries(blueprint, blueprint.geometry.layer_ids[index + 1]))
     gate, up, down = ([_view(sources, entry) for entry in group] for group in entries)
     model.load_layer(index, gate, up, down, _DTYPES[entries[0][0].dtype][0])
     del gate, up, down
-    for source in used.values():
+    for source in used:
         source.check_unchanged()
-    _advise(sources, entries, mmap.MADV_DONTNEED)
+    for file, begin, end in _spans(entries):
+        sources[file].mapped.release(begin, end - begin)
+
+
+def _layer_entries(blueprint: Blueprint, layer: int) -> list[list[TensorEntry]]:
+    """[gate, up, down], each with one entry for every expert."""
+    names = [blueprint.architecture.tensor_names(layer, expert) for expert in range(blueprint.geometry.num_experts)]
+    return [[blueprint.checkpoint.tensors[f"{of[projection]}.weight"] for of in names] for projection in range(3)]
+
+
+def _prefetch(sources: Mapping[Path, _Source], entries: Sequence[Sequence[TensorEntry]]) -> None:
+    for file, begin, end in _spans(entries):
+        sources[file].mapped.prefetch(begin, end - begin)
 
 
 def _view(sources: Mapping[Path, _Source], entry: TensorEntry) -> npt.NDArray[Any]:
     """The tensor inside the mapped file; a copy only where the file holds it unaligned."""
     dtype = np.dtype(_DTYPES[entry.dtype][1])
     count = (entry.end - entry.begin) // dtype.itemsize
-    array = np.frombuffer(sources[entry.file].map, dtype, count, entry.begin).reshape(entry.shape)
+    array = np.frombuffer(sources[entry.file].mapped, dtype, count, entry.begin).reshape(entry.shape)
     return array if array.flags.aligned else array.copy()
 
 
-def _advise(sources: Mapping[Path, _Source], entries: Sequence[Sequence[TensorEntry]], advice: int) -> None:
-    """Tells the kernel of the layer's pages; neighbouring tensors in one call."""
-    page = mmap.PAGESIZE
-    spans = sorted((entry.file, entry.begin, entry.end) for group in entries for entry in group)
+def _spans(entries: Sequence[Sequence[TensorEntry]]) -> list[tuple[Path, int, int]]:
+    """Where a layer's tensors lie: (file, begin, end), neighbours joined."""
     merged: list[tuple[Path, int, int]] = []
-    for file, begin, end in spans:
-        if merged and merged[-1][0] == file and begin <= merged[-1][2] + page:
+    for file, begin, end in sorted((entry.file, entry.begin, entry.end) for group in entries for entry in group):
+        if merged and merged[-1][0] == file and begin <= merged[-1][2] + mmap.PAGESIZE:
             merged[-1] = (file, merged[-1][1], max(end, merged[-1][2]))
         else:
             merged.append((file, begin, end))
-    for file, begin, end in merged:
-        start = begin // page * page
-        sources[file].map.madvise(advice, start, end - start)
+    return merged

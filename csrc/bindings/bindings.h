@@ -7,6 +7,7 @@ void bind_memory(pybind11::module_& m);    // memory.cc: topology, free memory, 
 void bind_kernels(pybind11::module_& m);   // kernels.cc: formats, kernels, vector ops
 void bind_runtime(pybind11::module_& m);   // runtime.cc: Runtime, Model
 void bind_bench(pybind11::module_& m);     // bench.cc
+void bind_files(pybind11::module_& m);     // files.cc: checkpoint files, mapped for reading
 void bind_harness(pybind11::module_& m);   // harness.cc: the ring's ABI, a dispatcher over a fake model (tests)
 
 namespace syshax {

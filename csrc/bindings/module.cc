@@ -34,5 +34,6 @@ PYBIND11_MODULE(_core, m) {
   bind_kernels(m);
   bind_runtime(m);
   bind_bench(m);
+  bind_files(m);
   bind_harness(m);
 }

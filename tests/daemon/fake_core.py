@@ -33,6 +33,21 @@ def widened(array: Any, dtype: str) -> np.ndarray:
     return values.astype(np.float32)
 
 
+class FakeFile(bytes):
+    """The file's bytes, read whole; cut short when the test says so."""
+
+    core: FakeCore
+
+    def cut_short(self) -> bool:
+        return self.core.files_cut_short
+
+    def prefetch(self, offset: int, bytes: int) -> None:
+        pass
+
+    def release(self, offset: int, bytes: int) -> None:
+        pass
+
+
 class FakeModel:
     def __init__(self, name: str, geometry: dict[str, int], format: str, node_bytes: list[int], core: FakeCore) -> None:
         self.name, self.format = name, format
@@ -168,6 +183,7 @@ class FakeCore:
         self.load_error: Exception | None = None
         self.add_error: Exception | None = None
         self.never_drains = False
+        self.files_cut_short = False
         self.heartbeat_age_ns = 0
         self.poisoned: set[int] = set()
         self.runtime_cap = ""
@@ -210,6 +226,11 @@ class FakeCore:
 
     def load_operator_library(self, path: str) -> None:
         raise CoreError("hardware", f"{path}: cannot be loaded")
+
+    def GuardedFile(self, fd: int) -> FakeFile:
+        file = FakeFile(os.pread(fd, os.fstat(fd).st_size, 0))
+        file.core = self
+        return file
 
     def Runtime(  # a class of the core
         self, nodes: list[Any], isa_cap: str, spin_us: int, huge_pages: str, chunk_tokens: int
