@@ -206,8 +206,9 @@ class ModelConfig(Section):
 
     path: AbsolutePath = _key(
         ...,
-        "Hugging Face checkpoint directory (config.json and *.safetensors), such as /models/Qwen3-30B-A3B.",
+        "Hugging Face checkpoint directory (config.json and *.safetensors).",
         live=True,
+        examples=["/models/Qwen3-30B-A3B"],
     )
     format: Format | None = _key(
         None, "Format of its weights. Left out: precision.default_format.", live=True, examples=["q4_0"]

@@ -87,7 +87,7 @@ class LiveConfig:
 
 
 def _flat(config: Config) -> dict[str, Any]:
-    return dict(flatten(config.model_dump(mode="json", exclude_none=True)))
+    return {key: value for key, value in flatten(config.model_dump(mode="json", exclude_none=True)) if value != {}}
 
 
 def _with_restart_keys_of(start: Config, wanted: Config) -> Config:

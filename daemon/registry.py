@@ -236,7 +236,7 @@ class Registry:
             if entry.cancel.is_set():
                 await self._drop(entry)
                 return
-            entry.state = ModelState.READY
+            entry.state, entry.progress.stage = ModelState.READY, "ready"
             progress = entry.progress.message()
             log.info(
                 "%s is ready: %s in %.1f s", entry.name, human_size(progress.bytes_total), progress.seconds,

@@ -97,11 +97,11 @@ class Server:
         current = self._config.current
         registry = Registry(core, runtime, plan, current)
         sessions = Sessions(core, runtime, plan, registry, current, boot_id)
-        self._parts = Parts(
+        self.parts = Parts(
             core, runtime, plan, registry, sessions, self._config, boot_id, isa_cap(config), topology,
             self._listeners.group_found,
         )  # fmt: skip
-        self._reporter = Reporter(self._parts)
+        self._reporter = Reporter(self.parts)
         self._notifier = Notifier()
         self._stop = asyncio.Event()
         self.serving = asyncio.Event()
@@ -113,7 +113,7 @@ class Server:
 
     async def run(self) -> int:
         """Serves until a signal. Gives 0, or EXIT_UNDRAINED where accepted requests had to be given up."""
-        parts = self._parts
+        parts = self.parts
         self._install_signals()
         with core_errors(self._core):
             parts.runtime.start()
@@ -138,13 +138,13 @@ class Server:
     async def _serve_control(self) -> web.AppRunner:
         own_user = os.geteuid() if self._options.user else None
         routes = Routes(
-            self._parts,
+            self.parts,
             self._reporter,
             Rights(self._config.current, own_user),
-            metrics_registry(self._parts, self._reporter),
+            metrics_registry(self.parts, self._reporter),
             self._change_config,
         )
-        app = make_app(self._core, self._parts.boot, routes.add_to)
+        app = make_app(self._core, self.parts.boot, routes.add_to)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
         await runner.setup()
         await web.SockSite(runner, self._listeners.control).start()
@@ -161,10 +161,10 @@ class Server:
             task.result()
 
     def _log_start(self) -> None:
-        plan = self._parts.plan
+        plan = self.parts.plan
         log.info(
             "syshaxd %s serves in %s", version(), self._options.runtime_dir,
-            extra={"isa": self._core.isa_effective(self._parts.isa_cap), "boot_id": self._parts.boot},
+            extra={"isa": self._core.isa_effective(self.parts.isa_cap), "boot_id": self.parts.boot},
         )  # fmt: skip
         for node in plan.nodes:
             log.info("node %d: %d threads on CPUs %s", node.node, len(node.cpus), format_cpus(node.cpus))
@@ -184,14 +184,14 @@ class Server:
             if time.monotonic() >= next_sample:
                 next_sample = time.monotonic() + SAMPLE_SECONDS
                 self._reporter.sample()
-                self._parts.sessions.look_after()
+                self.parts.sessions.look_after()
                 self._notifier.status(self._status_line())
-            if watchdog and self._parts.runtime.stats()["heartbeat_age_ns"] / 1e9 < watchdog:
+            if watchdog and self.parts.runtime.stats()["heartbeat_age_ns"] / 1e9 < watchdog:
                 self._notifier.alive()
             await asyncio.sleep(period)
 
     def _status_line(self) -> str:
-        parts = self._parts
+        parts = self.parts
         entries = list(parts.registry.entries())
         ready = sum(entry.state is ModelState.READY for entry in entries)
         words = [f"{parts.state}: {ready} models, {len(parts.sessions)} sessions"]
@@ -212,14 +212,14 @@ class Server:
         if config.logging != before.logging:
             set_up_logging(config.logging)
         known = frozenset(name for name, model in before.models.items() if model.autoload)
-        self._parts.registry.autoload(known)
+        self.parts.registry.autoload(known)
         log.info("configuration changed: %s", answer.message)
         return answer
 
     def _reload(self) -> None:
         self._notifier.reloading()
         try:
-            self._change_config(lambda: self._config.reload(self._parts.boot))
+            self._change_config(lambda: self._config.reload(self.parts.boot))
         except ConfigError as error:
             log.error("the configuration is not reloaded: %s", error)
         self._notifier.ready(self._status_line())
@@ -243,7 +243,7 @@ class Server:
 
     async def _drain(self, attach: asyncio.Task[None]) -> int:
         """No new clients, no new requests; accepted ones finish, within the limit."""
-        parts = self._parts
+        parts = self.parts
         limit = self._config.current().limits.drain_seconds
         parts.state = "draining"
         self._notifier.stopping(f"draining {len(parts.sessions)} sessions")

@@ -362,7 +362,7 @@ class Sessions:
         for session in self:
             seen = stats.get(session.session_id, {})
             if seen.get("poisoned"):
-                session.end("the client cut its shared memory short")
+                session.end(str(seen["ended"]) or "the data plane serves it no more")
             if seen.get("heartbeat", session.heartbeat) != session.heartbeat:
                 session.heartbeat, session.heartbeat_since = int(seen["heartbeat"]), now
             session.stale = process_is_stopped(session.peer.pid)

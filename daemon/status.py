@@ -149,7 +149,8 @@ class Reporter:
         if len(self._samples) < 2:
             return [0.0] * len(nodes)
         (begin, first), (end, last) = self._samples[0], self._samples[-1]
-        return [min(1.0, (late - early) / 1e9 / (end - begin)) for early, late in zip(first, last, strict=True)]
+        spans = [len(node.cpus) * (end - begin) * 1e9 for node in nodes]
+        return [min(1.0, (late - early) / span) for early, late, span in zip(first, last, spans, strict=True)]
 
     def nodes(self) -> list[NodeInfo]:
         parts = self._parts

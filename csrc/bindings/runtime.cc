@@ -209,23 +209,7 @@ RingShape ring_shape(const CpuModel& model, uint32_t max_tokens, uint32_t top_k,
 
 py::dict session_layout(const Runtime&, const CpuModel& model, uint32_t max_tokens, uint32_t top_k,
                         uint32_t element_bytes, uint32_t num_slots) {
-  const syshax_ring_header h = ring_layout(ring_shape(model, max_tokens, top_k, element_bytes, num_slots));
-  py::dict d;
-  d["num_slots"] = h.num_slots;
-  d["max_tokens"] = h.max_tokens;
-  d["hidden_size"] = h.hidden_size;
-  d["top_k"] = h.top_k;
-  d["element_bytes"] = h.element_bytes;
-  d["num_layers"] = h.num_layers;
-  d["requests_offset"] = h.requests_offset;
-  d["completions_offset"] = h.completions_offset;
-  d["slots_offset"] = h.slots_offset;
-  d["slot_bytes"] = h.slot_bytes;
-  d["ids_offset"] = h.ids_offset;
-  d["weights_offset"] = h.weights_offset;
-  d["output_offset"] = h.output_offset;
-  d["total_bytes"] = h.total_bytes;
-  return d;
+  return ring_header_dict(ring_layout(ring_shape(model, max_tokens, top_k, element_bytes, num_slots)));
 }
 
 void add_session(Runtime& runtime, uint64_t session_id, const ModelPtr& model, int shm_fd, int doorbell_fd,
@@ -256,12 +240,7 @@ py::list session_stats(const Runtime& runtime) {
     all = runtime.session_stats();
   }
   py::list result;
-  for (const SessionStats& s : all)
-    result.append(py::dict(py::arg("session_id") = s.session_id, py::arg("requests") = s.requests,
-                           py::arg("tokens") = s.tokens, py::arg("errors") = s.errors,
-                           py::arg("in_flight") = s.in_flight, py::arg("queued_ns") = s.queued_ns,
-                           py::arg("compute_ns") = s.compute_ns, py::arg("last_active_ns_ago") = s.last_active_ns_ago,
-                           py::arg("heartbeat") = s.heartbeat, py::arg("poisoned") = s.poisoned));
+  for (const SessionStats& s : all) result.append(session_stats_dict(s));
   return result;
 }
 

@@ -26,7 +26,8 @@ GuardedFile::GuardedFile(int fd) {
   if (bytes_ == 0) throw CoreError("checkpoint", "the file is empty");
   mapped_ = (bytes_ + page_bytes() - 1) / page_bytes() * page_bytes();
   void* base = mmap(nullptr, mapped_, PROT_READ, MAP_SHARED, fd, 0);
-  if (base == MAP_FAILED) throw CoreError("checkpoint", std::string("the file cannot be mapped: ") + std::strerror(errno));
+  if (base == MAP_FAILED)
+    throw CoreError("checkpoint", std::string("the file cannot be mapped: ") + std::strerror(errno));
   base_ = base;
   try {
     guard_ = std::make_unique<SigbusGuard>(base_, mapped_);

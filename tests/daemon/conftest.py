@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,16 @@ def short_dir() -> Iterator[Path]:
     """A directory whose sockets' paths fit into the kernel's limit."""
     with tempfile.TemporaryDirectory(prefix="sx") as folder:
         yield Path(folder)
+
+
+async def eventually(check: Callable[[], Any], what: str = "it") -> None:
+    """Until check() is true; it may be a coroutine function. At most 5 s."""
+    for _ in range(500):
+        result = check()
+        if await result if isinstance(result, Awaitable) else result:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"{what} did not happen")
 
 
 class Daemon:

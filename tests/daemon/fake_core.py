@@ -157,7 +157,7 @@ class FakeRuntime:
             {
                 "session_id": number, "requests": 3, "tokens": 12, "errors": 1, "in_flight": 0, "queued_ns": 5_000_000,
                 "compute_ns": 9_000_000, "last_active_ns_ago": 1_000_000_000, "heartbeat": 7,
-                "poisoned": number in self._core.poisoned,
+                "poisoned": number in self._core.poisoned, "ended": "its memory was cut short",
             }
             for number in list(self.sessions)
         ]  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Daemon
+from conftest import Daemon, eventually
 from fake_core import CoreError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,12 +23,8 @@ from syshaxd.attach import parse_request, reserve_shared_memory
 REQUEST = {"model": "tiny", "client": "test", "max_tokens": 16}
 
 
-async def gone(daemon: Daemon, count: int = 0) -> None:
-    for _ in range(300):
-        if len((await daemon.json("GET", "/v1/sessions"))[1]["sessions"]) == count:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("sessions did not end")
+async def gone(daemon: Daemon) -> None:
+    await eventually(lambda: len(daemon.server.parts.sessions) == 0, "the sessions' end")
 
 
 async def test_a_session_gets_memory_and_doorbell_and_lives_as_long_as_its_connection(daemon: Daemon) -> None:
@@ -187,11 +183,11 @@ async def test_a_core_that_refuses_a_session_leaves_nothing(daemon: Daemon) -> N
 async def test_truncated_memory_and_stopped_processes_end_a_session(daemon: Daemon, monkeypatch: Any) -> None:
     connection, answer, _ = await daemon.attach(REQUEST)
     daemon.core.poisoned.add(answer["session_id"])
-    daemon.server._parts.sessions.look_after()
+    daemon.server.parts.sessions.look_after()
     assert await asyncio.to_thread(connection.recv, 10) == b""
     await gone(daemon)
     stopped, answer, _ = await daemon.attach(REQUEST)
-    sessions = daemon.server._parts.sessions
+    sessions = daemon.server.parts.sessions
     monkeypatch.setattr("syshaxd.sessions.process_is_stopped", lambda pid: pid == os.getpid())
     sessions.look_after()
     assert (await daemon.json("GET", "/v1/sessions"))[1]["sessions"][0]["stale"]
