@@ -385,7 +385,8 @@ def _view(sources: Mapping[Path, _Source], entry: TensorEntry) -> npt.NDArray[An
     """The tensor inside the mapped file; a copy only where the file holds it unaligned."""
     dtype = np.dtype(_DTYPES[entry.dtype][1])
     count = (entry.end - entry.begin) // dtype.itemsize
-    array = np.frombuffer(sources[entry.file].mapped, dtype, count, entry.begin).reshape(entry.shape)
+    file = memoryview(sources[entry.file].mapped)
+    array: npt.NDArray[Any] = np.frombuffer(file, dtype, count, entry.begin).reshape(entry.shape)
     return array if array.flags.aligned else array.copy()
 
 
