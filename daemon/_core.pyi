@@ -27,9 +27,6 @@ def topology(synthetic: str = "") -> dict[str, Any]:
 def node_free_bytes(node: int) -> int:
     """Free plus reclaimable bytes of a NUMA node; -1 or an unknown node: the machine's MemAvailable."""
 
-def cgroup_free_bytes() -> int | None:
-    """How much more this process may charge to its control groups (v1 or v2, every level); None: no limit."""
-
 class Arena:
     """One memory mapping on one NUMA node, backed by a memfd (csrc/include/syshax/memory_manager.h). The models' own are
     inside Runtime; this is for tests and for taking over descriptors. Errors: "no_memory", "hardware"."""

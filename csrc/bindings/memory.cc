@@ -56,9 +56,5 @@ void bind_arena(py::module_& m) {
 void bind_memory(py::module_& m) {
   m.def("topology", topology, py::arg("synthetic") = "");
   m.def("node_free_bytes", node_free_bytes, py::arg("node"));
-  m.def("cgroup_free_bytes", []() -> py::object {
-    const uint64_t bytes = cgroup_free_bytes();
-    return bytes == UINT64_MAX ? py::object(py::none()) : py::object(py::int_(bytes));
-  });
   bind_arena(m);
 }

@@ -9,8 +9,6 @@
 namespace syshax {
 namespace {
 
-constexpr uint64_t kUnlimited = UINT64_MAX;
-
 // The number behind `key` in a meminfo-like file, in bytes; 0 when it is not there.
 uint64_t meminfo_bytes(const std::string& path, const std::string& key) {
   std::ifstream file(path);
@@ -23,44 +21,11 @@ uint64_t meminfo_bytes(const std::string& path, const std::string& key) {
   return 0;
 }
 
-// A number from a control file; `missing` when the file is not there or says "max".
+// A number from a file; `missing` when it is not there.
 uint64_t read_number(const std::string& path, uint64_t missing) {
   std::ifstream file(path);
   uint64_t value = 0;
   return file >> value ? value : missing;
-}
-
-uint64_t stat_field(const std::string& path, const std::string& key) {
-  std::ifstream file(path);
-  std::string name;
-  uint64_t value = 0;
-  while (file >> name >> value)
-    if (name == key) return value;
-  return 0;
-}
-
-struct CgroupFiles {
-  const char *limit, *usage, *reclaimable;
-};
-constexpr CgroupFiles kV1 = {"/memory.limit_in_bytes", "/memory.usage_in_bytes", "total_inactive_file"};
-constexpr CgroupFiles kV2 = {"/memory.max", "/memory.current", "inactive_file"};
-
-// The tightest limit on the way from `group` up to the root of one hierarchy.
-uint64_t hierarchy_free(const std::string& root, std::string group, const CgroupFiles& files) {
-  uint64_t free = kUnlimited;
-  while (true) {
-    const std::string folder = root + group;
-    const uint64_t limit = read_number(folder + files.limit, kUnlimited);
-    if (limit < (uint64_t{1} << 60)) {
-      const uint64_t used = read_number(folder + files.usage, 0);
-      const uint64_t inactive = stat_field(folder + "/memory.stat", files.reclaimable);
-      const uint64_t fixed = used - std::min(used, inactive);
-      free = std::min(free, limit - std::min(limit, fixed));
-    }
-    const size_t slash = group.find_last_of('/');
-    if (slash == std::string::npos || group.empty()) return free;
-    group.resize(slash);
-  }
 }
 
 }  // namespace
@@ -74,25 +39,6 @@ uint64_t node_free_bytes(int node) {
   for (const char* key : {"MemFree:", "Active(file):", "Inactive(file):", "SReclaimable:"})
     sum += meminfo_bytes(path, key);
   return std::min(sum, available);
-}
-
-uint64_t cgroup_free_bytes() {
-  std::ifstream file("/proc/self/cgroup");
-  std::string line;
-  uint64_t free = kUnlimited;
-  while (std::getline(file, line)) {
-    const size_t first = line.find(':'), second = line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
-    const std::string group = line.substr(second + 1);
-    if (controllers == ",,") {
-      free = std::min(free, hierarchy_free("/sys/fs/cgroup", group, kV2));
-      free = std::min(free, hierarchy_free("/sys/fs/cgroup/unified", group, kV2));
-    } else if (controllers.find(",memory,") != std::string::npos) {
-      free = std::min(free, hierarchy_free("/sys/fs/cgroup/memory", group, kV1));
-    }
-  }
-  return free;
 }
 
 std::string nodes_with_memory() {

@@ -11,9 +11,6 @@ namespace syshax {
 // exist: MemAvailable.
 uint64_t node_free_bytes(int node);
 
-// How much more this process may charge to its control groups (v1 or v2, all levels); UINT64_MAX: no limit.
-uint64_t cgroup_free_bytes();
-
 // The kernel's list of NUMA nodes that have memory, such as "0-1,4"; "0" where it does not say.
 std::string nodes_with_memory();
 

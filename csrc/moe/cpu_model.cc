@@ -86,11 +86,8 @@ CpuModel::CpuModel(std::string name, const MoeGeometry& geometry, const std::str
 void CpuModel::check_memory() const {
   if (compute_->huge_pages == SYSHAX_HUGE_REQUIRE) return;  // comes from the pool of huge pages: mapping tells
   std::map<int, uint64_t> wanted;
-  uint64_t total = 0;
-  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node)
     wanted[compute_->plan[node].node] += layout_.shard(node).arena_bytes;
-    total += layout_.shard(node).arena_bytes;
-  }
   const std::string what = "model " + name_ + " in " + layout_.format().name + " needs ";
   const std::string help = "use a smaller format, unload a model, or give it more nodes or memory";
   for (const auto& [node, bytes] : wanted) {
@@ -101,11 +98,6 @@ void CpuModel::check_memory() const {
                           readable(free) + " are free",
                       help);
   }
-  const uint64_t allowed = cgroup_free_bytes();
-  if (total > allowed)
-    throw CoreError("no_memory",
-                    what + readable(total) + " and this process's control group allows " + readable(allowed) + " more",
-                    "raise MemoryMax, or " + help);
 }
 
 void CpuModel::map_arenas() {

@@ -198,8 +198,6 @@ def test_free_memory_is_what_the_kernel_says() -> None:
     for node in (-1, 0, 999):
         assert 0 < _core.node_free_bytes(node) <= fields["MemTotal"]
     assert _core.node_free_bytes(-1) == pytest.approx(fields["MemAvailable"], rel=0.2)
-    allowed = _core.cgroup_free_bytes()
-    assert allowed is None or allowed > 0
 
 
 def test_nothing_is_inherited_by_children() -> None:

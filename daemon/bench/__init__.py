@@ -1,0 +1,1 @@
+"""Measurements that need no running daemon: `syshaxd bench moe` and `syshaxd bench ring`."""

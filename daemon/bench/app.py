@@ -1,0 +1,82 @@
+"""The command line of `syshaxd bench`. Records go to standard output: a table for people, one JSON object a line for
+programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from syshax.errors import SyshaxError
+from syshaxd.bench import moe
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure this machine without a running daemon."""
+
+
+@contextmanager
+def errors_for_people() -> Iterator[None]:
+    """An error of the tree ends the command with its exit code, its message and hint on standard error."""
+    try:
+        yield
+    except SyshaxError as error:
+        print(f"syshaxd bench: {error.message}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from error
+
+
+@app.command("moe")
+def moe_command(
+    shape: Annotated[
+        str, typer.Option(help=f"{' | '.join(moe.SHAPES)} | HIDDENxINTERMEDIATExEXPERTSxTOPK.")
+    ] = "qwen3-30b-a3b",
+    format: Annotated[str, typer.Option(help="Format of the weights: bf16, fp16, q8_0, q4_0.")] = "q8_0",
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens to measure, separated by commas.")] = "1,16,256",
+    threads: Annotated[
+        int, typer.Option(min=0, max=4096, help="Threads over all nodes; 0: as many as may be used.")
+    ] = 0,
+    dtype: Annotated[str, typer.Option(help="Type of the activations: float32, float16, bfloat16.")] = "bfloat16",
+    isa: Annotated[str, typer.Option(envvar="SYSHAX_ISA", help="Cap on the instruction set.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.0, help="Time to spend on each point.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of weights, activations and routing.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """The MoE layer: time, bytes of weights read and operations per second (medians), for each number of tokens."""
+    with errors_for_people():
+        options = moe.Options(shape, format, moe.parse_tokens(tokens), threads, dtype, isa, seconds, seed)
+        records = moe.run(options)
+        if as_json:
+            for record in records:
+                print(json.dumps(record), flush=True)
+        else:
+            Console(width=None if sys.stdout.isatty() else 120).print(table(options, list(records)))
+
+
+def table(options: moe.Options, records: list[moe.Record]) -> Table:
+    first = records[0]
+    title = f"{options.shape}, {options.format}, {options.dtype}, {first['threads']} threads on {first['nodes']} nodes"
+    result = Table(title=title)
+    for heading in ("tokens", "ms", "weights GB/s", "GFLOP/s", "busy", "calls", "kernel"):
+        result.add_column(heading, justify="left" if heading == "kernel" else "right")
+    for record in records:
+        result.add_row(
+            str(record["tokens"]),
+            f"{record['ms']:.3f}",
+            f"{record['weight_gb_s']:.1f}",
+            f"{record['gflop_s']:.1f}",
+            f"{record['busy']:.0%}",
+            str(record["calls"]),
+            record["kernel"],
+        )
+    return result
