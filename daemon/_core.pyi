@@ -67,6 +67,9 @@ class KernelDict(TypedDict):
 
 def kernels(isa_cap: str = "") -> list[KernelDict]: ...
 def select_kernel(format: str, dtype: str, isa_cap: str = "") -> str: ...
+def select_kernel_for(format: str, dtype: str, features: list[str]) -> str:
+    """The choice on an imaginary CPU with these features. For tests."""
+
 def load_operator_library(path: str) -> None: ...
 def run_kernel(
     kernel: str, blocks: npt.NDArray[np.uint8], rows: int, k: int, activations: npt.NDArray[np.float32]

@@ -12,6 +12,11 @@
 #include <sys/auxv.h>
 #endif
 
+// Features that a test build provides in software.
+#ifndef SYSHAX_EMULATED_FEATURES
+#define SYSHAX_EMULATED_FEATURES 0
+#endif
+
 namespace syshax {
 namespace {
 
@@ -131,10 +136,21 @@ std::vector<std::string> CpuFeatures::names() const {
   return found;
 }
 
+CpuFeatures features_named(const std::vector<std::string>& names) {
+  CpuFeatures features;
+  for (const std::string& name : names) {
+    uint64_t bit = 0;
+    for (const NamedFeature& feature : kFeatures) bit |= name == feature.name ? feature.bit : 0;
+    if (!bit) throw CoreError("invalid_argument", "unknown CPU feature \"" + name + "\"");
+    features.bits |= bit;
+  }
+  return features;
+}
+
 CpuFeatures detect_cpu_features() {
   static const CpuFeatures features = [] {
     const char* wanted = std::getenv("SYSHAX_ISA");
-    return cap(CpuFeatures{read_hardware()}, wanted ? wanted : "", "SYSHAX_ISA");
+    return cap(CpuFeatures{read_hardware() | SYSHAX_EMULATED_FEATURES}, wanted ? wanted : "", "SYSHAX_ISA");
   }();
   return features;
 }

@@ -14,6 +14,9 @@ struct CpuFeatures {
   std::vector<std::string> names() const;
 };
 
+// The set of these feature names. Throws CoreError("invalid_argument") for an unknown one.
+CpuFeatures features_named(const std::vector<std::string>& names);
+
 // The CPU's features as the operating system enables them, capped by the environment variable SYSHAX_ISA. Read once.
 // Throws CoreError("hardware") when SYSHAX_ISA is no known name.
 CpuFeatures detect_cpu_features();

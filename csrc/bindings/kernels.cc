@@ -255,6 +255,12 @@ void bind_kernels(py::module_& m) {
         return std::string(select_kernel(format, dtype_named(dtype), features)->name);
       },
       py::arg("format"), py::arg("dtype"), py::arg("isa_cap") = "");
+  m.def(
+      "select_kernel_for",
+      [](const std::string& format, const std::string& dtype, const std::vector<std::string>& features) {
+        return std::string(select_kernel(format, dtype_named(dtype), features_named(features))->name);
+      },
+      py::arg("format"), py::arg("dtype"), py::arg("features"));
   m.def("load_operator_library", load_operator_library, py::arg("path"));
   m.def("run_kernel", run_kernel, py::arg("kernel"), py::arg("blocks"), py::arg("rows"), py::arg("k"),
         py::arg("activations"));

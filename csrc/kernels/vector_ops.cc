@@ -13,6 +13,10 @@ struct Row {
 
 constexpr Row kRows[] = {
     {&vector_ops_scalar, 0},
+#if defined(__x86_64__)
+    {&vector_ops_avx2, SYSHAX_CPU_AVX2},
+    {&vector_ops_avx512, SYSHAX_CPU_AVX512},
+#endif
 };
 
 }  // namespace
