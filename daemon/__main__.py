@@ -22,6 +22,7 @@ import typer
 
 from syshax.errors import SyshaxError
 from syshax.protocol import DEFAULT_RUNTIME_DIR
+from syshaxd.bench.app import app as bench
 from syshaxd.config_files import DEFAULT_CONFIG, ConfigFiles
 from syshaxd.core import compiled_core
 from syshaxd.server import Options, Server, check_start
@@ -29,6 +30,7 @@ from syshaxd.status import version
 
 DEFAULT_STATE_DIR = "/var/lib/syshax"
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
 
 
 def default_runtime_dir(user: bool) -> Path:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 from syshax.protocol import Name, WeightFormat
@@ -237,6 +237,16 @@ class Config(Section):
     logging: LoggingConfig = _table(LoggingConfig)
     access: AccessConfig = _table(AccessConfig)
     models: dict[Name, ModelConfig] = Field({}, description=_description(ModelConfig))
+
+    @model_validator(mode="after")
+    def _formats_are_allowed(self) -> Self:
+        allowed = self.precision.allowed_formats
+        wanted = {"precision.default_format": self.precision.default_format}
+        wanted |= {f"models.{name}.format": model.format for name, model in self.models.items() if model.format}
+        for key, format in wanted.items():
+            if format not in allowed:
+                raise ValueError(f"{key} = {format!r} is not among precision.allowed_formats ({', '.join(allowed)})")
+        return self
 
     def model_format(self, name: str) -> WeightFormat:
         """The format that a configured model is loaded in."""

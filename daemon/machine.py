@@ -7,6 +7,7 @@ out a machine in a directory. Nothing is cached: limits of a control group chang
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,3 +118,11 @@ def shm_free_bytes(folder: Path = ROOT / "dev/shm") -> tuple[int, int]:
     """(free, size) of the file system that POSIX shared memory comes from."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+
+
+def raise_open_files_limit() -> int:
+    """Takes all the open files that the process may have (a session needs four); gives the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard

@@ -268,7 +268,9 @@ class Registry:
 
     def autoload(self, already: frozenset[str] = frozenset()) -> list[str]:
         """Starts all configured models with autoload that are not there; `already` names those to leave alone."""
-        started = []
+        started: list[str] = []
+        if self._closing:
+            return started
         for name, model in self._config().models.items():
             if model.autoload and name not in self._entries and name not in already:
                 self.load(LoadRequest(name=name), administrator=True)
@@ -324,12 +326,16 @@ class Registry:
             del self._entries[entry.name]
         entry.freed.set()
 
-    async def close(self) -> None:
-        """Cancels loads and waits for the one in progress to stop (one layer)."""
+    def cancel_loads(self) -> None:
+        """No new loads; those there are stop at the end of their layer."""
         self._closing = True
-        loads = [entry.task for entry in self.entries() if entry.task and not entry.task.done()]
         for entry in self.entries():
             entry.cancel.set()
+
+    async def close(self) -> None:
+        """Waits for the load in progress to stop."""
+        self.cancel_loads()
+        loads = [entry.task for entry in self.entries() if entry.task and not entry.task.done()]
         if loads:
             await asyncio.wait(loads)
         self._thread.shutdown()

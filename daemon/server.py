@@ -32,7 +32,7 @@ from syshaxd.control.routes import Routes
 from syshaxd.core import Core, core_errors
 from syshaxd.live_config import LiveConfig
 from syshaxd.logs import set_up_logging
-from syshaxd.machine import Machine
+from syshaxd.machine import Machine, raise_open_files_limit
 from syshaxd.metrics import metrics_registry
 from syshaxd.planner import Plan, make_plan
 from syshaxd.quantities import format_cpus
@@ -115,6 +115,7 @@ class Server:
         """Serves until a signal. Gives 0, or EXIT_UNDRAINED where accepted requests had to be given up."""
         parts = self.parts
         self._install_signals()
+        raise_open_files_limit()
         with core_errors(self._core):
             parts.runtime.start()
         control = await self._serve_control()
@@ -250,6 +251,7 @@ class Server:
         attach.cancel()
         await asyncio.wait([attach])
         parts.sessions.refuse_new()
+        parts.registry.cancel_loads()
         self._listeners.close_attach()
         drained = await asyncio.to_thread(parts.runtime.drain, float(limit))
         if not drained:

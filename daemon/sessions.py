@@ -155,6 +155,9 @@ class Sessions:
             except SyshaxError as error:
                 log.info("attach refused: %s", error, extra={"peer": str(peer_of(connection))})
                 self._refuse(connection, error)
+            except OSError as error:
+                log.warning("an attach failed: %s", error)
+                self._refuse(connection, LimitError(f"the daemon has no room for the session: {error.strerror}"))
             except Exception:
                 log.exception("an attach failed")
                 self._refuse(connection, InternalError("the attach failed inside the daemon; its log has the details"))

@@ -180,6 +180,20 @@ async def test_a_core_that_refuses_a_session_leaves_nothing(daemon: Daemon) -> N
     assert not daemon.core.runtime.sessions
 
 
+async def test_no_more_open_files_is_said_and_others_are_served_on(daemon: Daemon, monkeypatch: Any) -> None:
+    def none_left(*arguments: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "eventfd", none_left)
+    connection, answer, _ = await daemon.attach(REQUEST)
+    assert answer["error"]["code"] == "limit" and "Too many open files" in answer["error"]["message"]
+    connection.close()
+    monkeypatch.undo()
+    connection, answer, _ = await daemon.attach(REQUEST)
+    assert "session_id" in answer
+    connection.close()
+
+
 async def test_truncated_memory_and_stopped_processes_end_a_session(daemon: Daemon, monkeypatch: Any) -> None:
     connection, answer, _ = await daemon.attach(REQUEST)
     daemon.core.poisoned.add(answer["session_id"])

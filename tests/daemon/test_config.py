@@ -109,6 +109,14 @@ def test_the_error_names_the_drop_in_and_for_syntax_the_line(tmp_path: Path) -> 
     assert ConfigFiles(tmp_path / "absent.toml").load().config == Config()
 
 
+def test_formats_that_are_not_allowed_are_seen_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"default_format = 'bf16' is not among precision\.allowed_formats \(q8_0\)"):
+        files_of(tmp_path, '[precision]\nallowed_formats = ["q8_0"]').load()
+    text = '[precision]\nallowed_formats = ["bf16"]\n[models.m]\npath = "/m"\nformat = "q4_0"\n'
+    with pytest.raises(ConfigError, match=r"models\.m\.format = 'q4_0' is not among"):
+        files_of(tmp_path, text).load()
+
+
 def test_drop_ins_win_key_by_key_and_the_state_wins_over_all(tmp_path: Path) -> None:
     files = files_of(tmp_path, "[limits]\nsessions = 1\nslots = 2", **{"a": "[limits]\nsessions = 3"})
     files.save_overrides({"limits.slots": 5, "models.Qwen2.5.path": "/q"})
@@ -210,6 +218,15 @@ def test_every_key_says_whether_it_is_live() -> None:
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "syshaxd", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_line_has_its_promised_options_and_bench() -> None:
+    text = run("--help").stdout
+    for word in ("--config", "--runtime-dir", "--user", "--check-config", "--state-dir", "bench"):
+        assert word in text
+    assert "moe" in run("bench", "--help").stdout
+    assert run("--version").stdout.startswith("syshaxd ")
+    assert run("--nonsense").returncode == 2
 
 
 def test_check_config(tmp_path: Path) -> None:

@@ -295,7 +295,7 @@ async def test_rights_of_members_and_administrators(
 
 
 async def test_formats_that_are_not_allowed(start: Callable[..., Any], tmp_path: Path) -> None:
-    daemon = await start('[precision]\nallowed_formats = ["q8_0"]\n')
+    daemon = await start('[precision]\ndefault_format = "q8_0"\nallowed_formats = ["q8_0"]\n')
     status, answer = await daemon.json("POST", "/v1/models", {"name": "m", "path": str(tmp_path), "format": "bf16"})
     assert status == 400 and "allowed: q8_0" in answer["error"]["hint"]
 

@@ -217,7 +217,7 @@ def test_signals_and_exit_codes(short_dir: Path, tmp_path: Path) -> None:
 
 def test_a_second_signal_cuts_the_stop_short(real: Process, tmp_path: Path) -> None:
     """A stop waits for a load in progress to reach the end of its layer; a second signal does not."""
-    write_checkpoint(tmp_path / "m", num_hidden_layers=1, hidden_size=2048, moe_intermediate_size=1024, num_experts=32)
+    write_checkpoint(tmp_path / "m", num_hidden_layers=1, hidden_size=1024, moe_intermediate_size=1024, num_experts=24)
     real.control.post(
         "/v1/models", LoadRequest(name="m", path=str(tmp_path / "m"), format=WeightFormat.Q4_0), ModelInfo
     )
