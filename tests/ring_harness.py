@@ -223,10 +223,12 @@ class FakeDaemon:
         self._accepting.join()
         self._listener.close()
         self.cut()
+        time.sleep(0.05)  # a request that is held is lost before it is released
+        self.harness.release()
         for thread in self._threads:
             thread.join()
-        self.harness.release()
         self.harness.stop()
+        del self.harness  # its descriptors go with it
 
     def __enter__(self) -> Self:
         return self
