@@ -215,6 +215,12 @@ class Ring:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
+    def close(self) -> None:
+        """shutdown, unmap and close at once: for a ring that nobody else uses."""
+        self.shutdown()
+        self._finalizer()
+        self._connection.close()
+
     def memory(self) -> tuple[int, int]:
         """(address, bytes) of the whole mapping, for page-locking."""
         size = c_uint64()

@@ -119,5 +119,5 @@ def _compare(ring: Ring, answer: AttachAnswer) -> None:
     for field in RingLayout.model_fields:
         said, found = getattr(answer.layout, field), getattr(ring.layout, field)
         if said != found:
-            ring.shutdown()
+            ring.close()
             raise VersionError(f"the daemon says {field} {said}, the ring's header {found}", _SAME_VERSION)
