@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from models import SHAPES, write_checkpoint
-from services import HERE, Daemon, EngineProcess
+from services import HERE, Daemon, EngineProcess, amount
 
 
 @pytest.fixture(scope="session")
@@ -32,12 +32,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Callable[[str], Path]) -> Callable[[str], list[list[int]]]:
-    """reference("mixtral"): transformers' greedy tokens in float32 for PROMPTS, computed once."""
+    """reference("mixtral"): transformers' greedy tokens in float32, computed once."""
     known: dict[str, list[list[int]]] = {}
 
     def tokens(name: str) -> list[list[int]]:
         if name not in known:
+            prompts, new_tokens = amount(name)
             command = [sys.executable, str(HERE / "reference.py"), str(checkpoint(name))]
+            command += [str(len(prompts)), str(new_tokens)]
             done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
             assert done.returncode == 0, done.stderr[-3000:]
             answer = json.loads(done.stdout)

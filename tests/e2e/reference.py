@@ -1,4 +1,4 @@
-"""Greedy tokens of transformers in float32, as JSON on stdout: `python reference.py CHECKPOINT`.
+"""Greedy tokens of transformers in float32, as JSON on stdout: `python reference.py CHECKPOINT PROMPTS NEW_TOKENS`.
 
 A process of its own so that a test's memory does not hold the reference model beside the server. Prints
 {"tokens": [[...], ...], "margin": smallest distance of the two best logits at any step}.
@@ -12,26 +12,25 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PROMPTS = [
+ALL_PROMPTS = [
     "def main():\n",
     "import os\nfor x in range(10):\n    print(",
     'class Foo(object):\n    """Doc',
     "return self._value\n\nraise ValueError(",
 ]
-NEW_TOKENS = 24
 
 
-def main(path: str) -> None:
+def main(path: str, prompts: int, new_tokens: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokens, margin = [], float("inf")
-    for prompt in PROMPTS:
+    for prompt in ALL_PROMPTS[:prompts]:
         ids = torch.tensor([tokenizer(prompt).input_ids])
         made = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -45,4 +44,4 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -22,7 +22,7 @@ def test_eager(name: str, daemon: Daemon, engine: EngineProcess, checkpoint: Che
     engine.start(checkpoint(name), enforce_eager=True)
     try:
         before = daemon.model(name).forward_calls
-        answer = engine.generate()
+        answer = engine.generate(name)
         assert answer["tokens"] == expected
         model = daemon.model(name)
         assert model.geometry is not None and answer["passes"] > 0
@@ -64,6 +64,6 @@ def test_compiled(daemon: Daemon, checkpoint: Checkpoint, reference: Reference, 
     engine = EngineProcess(tmp_path / "log", environment)
     try:
         engine.start(checkpoint("qwen3_moe"))
-        assert engine.generate()["tokens"] == expected
+        assert engine.generate("qwen3_moe")["tokens"] == expected
     finally:
         engine.end()

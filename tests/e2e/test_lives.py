@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from reference import NEW_TOKENS, PROMPTS
 from services import Daemon, EngineProcess, WorkerServer, wait_until
 
 pytestmark = pytest.mark.vllm
@@ -33,7 +32,7 @@ def server(daemon: Daemon, checkpoint: Checkpoint, tmp_path_factory: pytest.Temp
 
 def test_two_ranks(server: WorkerServer, daemon: Daemon, reference: Reference) -> None:
     """Rank 0 submits, the others add nothing: one session, and the sum over ranks is right."""
-    assert server.tokens(PROMPTS, NEW_TOKENS) == reference(NAME)
+    assert server.tokens(NAME) == reference(NAME)
     assert daemon.model(NAME).sessions == 1
 
 
@@ -46,9 +45,9 @@ def test_two_workers_share_the_weights(
     assert (alone.sessions, both.sessions) == (1, 2)
     assert both.pool_bytes == alone.pool_bytes > 0
     answers: list[list[list[int]]] = []
-    other = threading.Thread(target=lambda: answers.append(server.tokens(PROMPTS, NEW_TOKENS)))
+    other = threading.Thread(target=lambda: answers.append(server.tokens(NAME)))
     other.start()
-    assert engine.generate()["tokens"] == reference(NAME)
+    assert engine.generate(NAME)["tokens"] == reference(NAME)
     other.join()
     assert answers == [reference(NAME)]
 
@@ -56,7 +55,7 @@ def test_two_workers_share_the_weights(
 def test_a_daemon_killed_within_a_request(engine: EngineProcess, daemon: Daemon, reference: Reference) -> None:
     """The engine of the test before: its tokens are right although the daemon dies between them and comes back."""
     done = daemon.model(NAME).forward_calls
-    engine.send("generate", prompts=PROMPTS, new_tokens=NEW_TOKENS)
+    engine.ask(NAME)
     wait_until(lambda: daemon.model(NAME).forward_calls > done + 8, 60, "the request is under way")
     daemon.kill()
     time.sleep(1.0)
@@ -67,7 +66,7 @@ def test_a_daemon_killed_within_a_request(engine: EngineProcess, daemon: Daemon,
 
 
 def test_the_other_worker_comes_back_too(server: WorkerServer, reference: Reference) -> None:
-    assert server.tokens(PROMPTS, NEW_TOKENS) == reference(NAME)
+    assert server.tokens(NAME) == reference(NAME)
 
 
 def test_a_killed_worker_leaves_nothing(engine: EngineProcess, daemon: Daemon, server: WorkerServer) -> None:
@@ -79,7 +78,7 @@ def test_a_killed_worker_leaves_nothing(engine: EngineProcess, daemon: Daemon, s
     assert daemon.process is not None
     held = [link for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir() if "syshax" in str(link.readlink())]
     assert sum("/dev/shm/" in str(link.readlink()) for link in held) <= 1, "the dead session's memory is closed"
-    assert server.tokens(PROMPTS[:1], 4)
+    assert server.tokens(NAME)
 
 
 def test_a_stopped_server_ends_cleanly(server: WorkerServer, daemon: Daemon) -> None:
