@@ -117,7 +117,9 @@ def own_settings(arguments: argparse.Namespace, words: Sequence[str]) -> WorkerS
     try:
         additional: dict[str, Any] = json.loads(text) if text else {}
     except ValueError as error:
-        raise ConfigError(f"--additional-config {text}: not JSON: {error}") from None
+        raise ConfigError(
+            f"--additional-config {text}: not JSON: {error}", """an example: '{"syshax": {"model": "qwen3"}}'"""
+        ) from None
     given = {
         "runtime_dir": arguments.runtime_dir and str(Path(arguments.runtime_dir).absolute()),
         "model": arguments.syshax_model,

@@ -57,7 +57,10 @@ def settings_from(additional_config: Mapping[str, Any], environment: Mapping[str
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"setting {key} = {first['input']!r} of the syshax worker: {first['msg']}") from None
+        raise ConfigError(
+            f"setting {key} of the syshax worker is {first['input']!r}: {first['msg']}",
+            f"the settings are {', '.join(WorkerSettings.model_fields)}",
+        ) from None
 
 
 def environment_of(settings: WorkerSettings) -> dict[str, str]:
