@@ -209,6 +209,9 @@ async def test_metrics_can_be_parsed_and_count(daemon: Daemon) -> None:
     assert before['syshax_pool_bytes{"node": "0"}'] == 288 << 10
     assert before['syshax_requests_total{"model": "tiny"}'] == 3
     assert before['syshax_compute_seconds_total{"model": "tiny"}'] == pytest.approx(0.009)
+    manual = (ROOT / "docs/CONTROL.md").read_text()
+    for name in {name.partition("{")[0] for name in before}:
+        assert f"`{name}`" in manual, name
     first.close()
     await eventually(lambda: len(daemon.server.parts.sessions) == 0)
     after = await samples()
