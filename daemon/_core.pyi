@@ -28,12 +28,12 @@ def node_free_bytes(node: int) -> int:
     """Free plus reclaimable bytes of a NUMA node; -1 or an unknown node: the machine's MemAvailable."""
 
 class Arena:
-    """One memory mapping on one NUMA node, backed by a memfd (csrc/include/syshax/memory_manager.h). The models' own are
-    inside Runtime; this is for tests and for taking over descriptors. Errors: "no_memory", "hardware"."""
+    """One memory mapping on one NUMA node, backed by a memfd (csrc/include/syshax/memory_manager.h). The models' own
+    are inside Runtime; this is for tests and for taking over descriptors. Errors: "no_memory", "hardware"."""
 
     def __init__(self, name: str, bytes: int, node: int = -1, huge_pages: str = "auto") -> None: ...
     @staticmethod
-    def adopt(fd: int, node: int = -1) -> "Arena":
+    def adopt(fd: int, node: int = -1) -> Arena:
         """Maps a sealed arena's descriptor read-only and takes the descriptor over."""
     def populate(self, offset: int, bytes: int) -> None: ...
     def seal(self) -> None: ...
@@ -90,7 +90,8 @@ def vector_op(isa: str, op: str, *arrays: Any) -> npt.NDArray[Any]:
 # ---- checkpoint files --------------------------------------------------------
 class GuardedFile:
     """The file behind a descriptor, mapped whole for reading: a read-only buffer of its bytes, alive as long as an
-    array looks into it. Where it is cut short meanwhile, reads give zeros instead of SIGBUS. CoreError("checkpoint")."""
+    array looks into it. Where it is cut short meanwhile, reads give zeros instead of SIGBUS. Raises
+    CoreError("checkpoint")."""
 
     def __init__(self, fd: int) -> None: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -142,7 +143,7 @@ class Model:
         topk_weights: npt.NDArray[np.float32],
         dtype: str,
     ) -> npt.NDArray[Any]:
-        """The layer without ring or session (tests, bench); hidden_states as float32, float16 or uint16 for bfloat16."""
+        """The layer without ring or session (tests, bench); hidden_states as float32, float16, uint16 for bfloat16."""
     def dequantized(self, layer: int, expert: int) -> tuple[npt.NDArray[np.float32], ...]:
         """(gate, up, down) as the kernels see them, read back from the packed weights."""
 
@@ -168,7 +169,9 @@ class Runtime:
     def drain(self, timeout_s: float) -> bool:
         """Refuses new requests with SHUTTING_DOWN, waits for those accepted; False: time ran out."""
     def stop(self) -> None: ...
-    def session_layout(self, model: Model, max_tokens: int, top_k: int, element_bytes: int, num_slots: int) -> dict[str, int]:
+    def session_layout(
+        self, model: Model, max_tokens: int, top_k: int, element_bytes: int, num_slots: int
+    ) -> dict[str, int]:
         """The fields of syshax_ring_header, total_bytes included, before the memory exists."""
     def add_session(
         self,
@@ -183,7 +186,7 @@ class Runtime:
         num_slots: int,
         spin_us: int,
     ) -> None:
-        """Maps the memory (sized and reserved by the caller), writes the header, serves it. Descriptors are duplicated."""
+        """Maps the memory (sized and reserved by the caller), writes the header, serves it. Duplicates descriptors."""
     def remove_session(self, session_id: int) -> None:
         """Returns when nothing touches its memory any more (at most the request in flight)."""
     def session_stats(self) -> list[dict[str, Any]]:
