@@ -60,7 +60,7 @@ def test_a_table_by_default() -> None:
         (["--format", "q3_k"], "q3_k"),
         (["--tokens", "1,,2"], "1,,2"),
         (["--tokens", "0"], '"0"'),
-        (["--threads", "5000"], "5000"),
+        (["--threads", "5000"], "4096"),
         (["--threads", "4000"], "4000"),
         (["--dtype", "int8"], "int8"),
         (["--isa", "mmx"], "mmx"),
