@@ -48,12 +48,11 @@ std::shared_ptr<CpuModel> Runtime::create_model(const std::string& name, const M
 }
 
 void Runtime::drop_model(const std::shared_ptr<CpuModel>& model) {
-  std::shared_ptr<Dispatcher> dispatcher;
   {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    dispatcher = dispatcher_;
+    const std::lock_guard<std::mutex> lock(attaching_);
+    model->close();
   }
-  if (dispatcher) dispatcher->forget_model(model.get());
+  if (const auto dispatcher = running()) dispatcher->forget_model(model.get());
   model->release();
 }
 
@@ -66,11 +65,7 @@ void Runtime::start() {
 }
 
 bool Runtime::drain(double timeout_s) {
-  std::shared_ptr<Dispatcher> dispatcher;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    dispatcher = dispatcher_;
-  }
+  const auto dispatcher = running();
   return !dispatcher || dispatcher->drain(timeout_s);
 }
 
@@ -84,20 +79,32 @@ void Runtime::stop() {
   if (dispatcher) dispatcher->stop();
 }
 
-std::shared_ptr<Dispatcher> Runtime::dispatcher() const {
+std::shared_ptr<Dispatcher> Runtime::running() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!dispatcher_) throw CoreError("shutting_down", "the data plane is not running", "call start() first");
   return dispatcher_;
 }
 
+void Runtime::add_session(const std::shared_ptr<CpuModel>& model, SessionSpec spec) {
+  const auto dispatcher = running();
+  if (!dispatcher) throw CoreError("shutting_down", "the data plane does not run");
+  const std::lock_guard<std::mutex> lock(attaching_);
+  model->check_serving();
+  spec.model = model;
+  dispatcher->add_session(spec);
+}
+
+void Runtime::remove_session(uint64_t session_id) {
+  if (const auto dispatcher = running()) dispatcher->remove_session(session_id);
+}
+
 std::vector<SessionStats> Runtime::session_stats() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return dispatcher_ ? dispatcher_->session_stats() : std::vector<SessionStats>{};
+  const auto dispatcher = running();
+  return dispatcher ? dispatcher->session_stats() : std::vector<SessionStats>{};
 }
 
 DispatcherStats Runtime::dispatcher_stats() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return dispatcher_ ? dispatcher_->stats() : DispatcherStats{};
+  const auto dispatcher = running();
+  return dispatcher ? dispatcher->stats() : DispatcherStats{};
 }
 
 std::vector<uint64_t> Runtime::busy_ns() const {

@@ -26,17 +26,22 @@ class Runtime {
   void start();
   bool drain(double timeout_s);
   void stop();
-  // Throws CoreError("shutting_down") before start and after stop.
-  std::shared_ptr<Dispatcher> dispatcher() const;
+  // Throw CoreError("shutting_down") before start and after stop, CoreError("model_not_ready") for a model that is not
+  // sealed or is being dropped.
+  void add_session(const std::shared_ptr<CpuModel>& model, SessionSpec spec);
+  void remove_session(uint64_t session_id);
 
   std::vector<SessionStats> session_stats() const;
   DispatcherStats dispatcher_stats() const;
   std::vector<uint64_t> busy_ns() const;
 
  private:
+  std::shared_ptr<Dispatcher> running() const;  // nullptr when it does not run
+
   const std::shared_ptr<Compute> compute_;
   const uint32_t spin_us_;
   std::mutex creating_;       // models are made one after the other: each sees what memory the last one left
+  std::mutex attaching_;      // a model is not closed between the check that it serves and its session's beginning
   mutable std::mutex mutex_;  // guards the pointer below
   std::shared_ptr<Dispatcher> dispatcher_;
 };

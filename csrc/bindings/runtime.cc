@@ -221,7 +221,6 @@ void add_session(Runtime& runtime, uint64_t session_id, const ModelPtr& model, i
     throw CoreError("invalid_argument", "boot_id has " + std::to_string(id.size()) + " bytes, wanted 16");
   std::memcpy(spec.boot_id, id.data(), id.size());
   spec.session_id = session_id;
-  spec.model = model;
   spec.shm_fd = shm_fd;
   spec.doorbell_fd = doorbell_fd;
   spec.max_tokens = max_tokens;
@@ -230,7 +229,7 @@ void add_session(Runtime& runtime, uint64_t session_id, const ModelPtr& model, i
   spec.num_slots = num_slots;
   spec.spin_us = spin_us;
   const py::gil_scoped_release no_gil;
-  runtime.dispatcher()->add_session(spec);
+  runtime.add_session(model, spec);
 }
 
 py::list session_stats(const Runtime& runtime) {
@@ -291,9 +290,7 @@ void bind_runtime_class(py::module_& m) {
       .def("add_session", add_session, py::arg("session_id"), py::arg("model"), py::arg("shm_fd"),
            py::arg("doorbell_fd"), py::arg("boot_id"), py::arg("max_tokens"), py::arg("top_k"),
            py::arg("element_bytes"), py::arg("num_slots"), py::arg("spin_us"))
-      .def(
-          "remove_session", [](Runtime& runtime, uint64_t id) { runtime.dispatcher()->remove_session(id); },
-          py::arg("session_id"), no_gil)
+      .def("remove_session", &Runtime::remove_session, py::arg("session_id"), no_gil)
       .def("session_stats", session_stats)
       .def("stats", stats);
 }

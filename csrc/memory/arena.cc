@@ -109,13 +109,17 @@ int fail_no_memory(const syshax_arena* arena, size_t bytes, int cause, char* err
               where, static_cast<unsigned long long>(syshax::node_free_bytes(arena->node)), strerror(cause));
 }
 
+// In a row: then memory is too fragmented, or the kernel cannot do it.
+constexpr int kCollapseFailures = 4;
+
 // One page in every aligned 2 MiB, then collapse: the kernel clears each huge page once instead of copying 512 small
 // ones. Best effort; what stays small is populated by the caller.
 void collapse(char* begin, char* end) {
   char* from = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(begin), kHugePageBytes));
-  for (; from + kHugePageBytes <= end; from += kHugePageBytes) {
+  int failures = 0;
+  for (; from + kHugePageBytes <= end && failures < kCollapseFailures; from += kHugePageBytes) {
     if (madvise(from, kPageBytes, MADV_POPULATE_WRITE) != 0) return;
-    if (madvise(from, kHugePageBytes, MADV_COLLAPSE) != 0 && errno == EINVAL) return;
+    failures = madvise(from, kHugePageBytes, MADV_COLLAPSE) == 0 ? 0 : failures + 1;
   }
 }
 

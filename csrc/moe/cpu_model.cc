@@ -235,18 +235,27 @@ void CpuModel::dequantize(uint32_t layer, uint32_t expert, float* gate, float* u
     throw CoreError("invalid_argument",
                     "expert " + std::to_string(expert) + " of " + std::to_string(geometry().num_experts));
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (state_ == State::kReleased) require(State::kSealed, "read");
+  if (state_ == State::kClosed) require(State::kSealed, "read");
   for (uint32_t node = 0; node < layout_.num_nodes(); ++node)
     if (layout_.shard(node).units > 0)
       ShardPacker(layout_, node)
           .unpack(arenas_[node].data() + layout_.expert_offset(node, layer, expert), gate, up, down);
 }
 
+void CpuModel::check_serving() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require(State::kSealed, "serve");
+}
+
+void CpuModel::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (loading_ > 0) throw CoreError("model_in_use", "model " + name_ + " is being loaded", "cancel the load first");
+  state_ = State::kClosed;
+}
+
 void CpuModel::release() {
   const std::lock_guard<std::mutex> turn(compute_->turn);
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (loading_ > 0) throw CoreError("model_in_use", "model " + name_ + " is being loaded", "cancel the load first");
-  state_ = State::kReleased;
   forward_.reset();
   for (Arena& arena : arenas_) arena = Arena();
 }

@@ -44,11 +44,15 @@ class CpuModel final : public ExpertModel {
   // gate, up [intermediate_size, hidden_size] and down [hidden_size, intermediate_size] as the kernels see them.
   void dequantize(uint32_t layer, uint32_t expert, float* gate, float* up, float* down) const;
 
-  // Gives the memory back; returns when no forward uses it.
+  // Throws CoreError("model_not_ready") unless sealed and not yet closed.
+  void check_serving() const;
+  // From now on nobody may begin to use it; throws CoreError("model_in_use") while it is being loaded.
+  void close();
+  // Gives a closed model's memory back; returns when no forward uses it.
   void release();
 
  private:
-  enum class State { kFilling, kSealed, kReleased };
+  enum class State { kFilling, kSealed, kClosed };
 
   void check_memory() const;
   void map_arenas();

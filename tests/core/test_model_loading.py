@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -171,6 +172,40 @@ def test_every_step_in_its_turn() -> None:
     with pytest.raises(_core.CoreError, match="is sealed"):
         model.seal()
     model.forward(0, x, ids, weights, "float32")
+
+
+def attach(runtime: Any, model: Any) -> None:
+    layout = runtime.session_layout(model, 8, 2, 4, 2)
+    shm, doorbell = os.memfd_create("ring"), os.eventfd(0)
+    os.posix_fallocate(shm, 0, layout["total_bytes"])
+    try:
+        runtime.add_session(1, model, shm, doorbell, bytes(16), 8, 2, 4, 2, 0)
+    finally:
+        os.close(shm)
+        os.close(doorbell)
+
+
+def test_sessions_begin_only_with_a_sealed_model_and_a_running_data_plane() -> None:
+    runtime = _core.Runtime(plan([1]))
+    model = runtime.create_model("m", SHAPE, "q8_0")
+    with pytest.raises(_core.CoreError, match="data plane") as caught:
+        attach(runtime, model)
+    assert caught.value.code == "shutting_down"
+    runtime.start()
+    with pytest.raises(_core.CoreError, match="still being loaded") as caught:
+        attach(runtime, model)
+    assert caught.value.code == "model_not_ready"
+    model.load_layer(**good_layer())
+    model.seal()
+    attach(runtime, model)
+    assert [session["session_id"] for session in runtime.session_stats()] == [1]
+    runtime.drop_model(model)
+    assert model.pool_bytes() == 0
+    with pytest.raises(_core.CoreError, match="unloaded"):
+        attach(runtime, model)
+    runtime.remove_session(1)
+    assert runtime.session_stats() == []
+    runtime.stop()
 
 
 def test_a_dropped_model_answers_errors() -> None:
