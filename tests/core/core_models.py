@@ -51,6 +51,15 @@ def random_layer(shape: dict[str, int], seed: int, dtype: str = "float32") -> tu
     return matrices(inner, hidden, 1.0), matrices(inner, hidden, 1.0), matrices(hidden, inner, 2.0)
 
 
+def check(got: Array, want: reference.Bounded, dtype: str) -> None:
+    """Asserts that every element is within the bound."""
+    difference = np.abs(reference.from_dtype(got, dtype) - want.value)
+    worst = np.unravel_index(np.argmax(difference - want.error), difference.shape)
+    assert np.all(difference <= want.error), (
+        f"token {worst[0]} column {worst[1]}: {difference[worst]} off, {want.error[worst]} allowed"
+    )
+
+
 @dataclass
 class Loaded:
     """A sealed model and the runtime that holds it."""
@@ -72,11 +81,7 @@ class Loaded:
         activation = ACTIVATION[self.model.kernels()[dtype]]
         seen = reference.from_dtype(sent, dtype)
         want = reference.moe(seen, ids, topk_weights, self.weights(layer), activation, dtype)
-        difference = np.abs(reference.from_dtype(got, dtype) - want.value)
-        worst = np.unravel_index(np.argmax(difference - want.error), difference.shape)
-        assert np.all(difference <= want.error), (
-            f"token {worst[0]} column {worst[1]}: {difference[worst]} off, {want.error[worst]} allowed"
-        )
+        check(got, want, dtype)
         return got
 
 
