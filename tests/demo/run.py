@@ -212,17 +212,18 @@ def run(options: argparse.Namespace, base: Path, stack: ExitStack) -> None:
     say("starting syshaxd")
     daemon = start("syshaxd", "syshaxd", "--user", "--runtime-dir", runtime_dir, "--state-dir", base / "state")
     wait_for("syshaxd", [daemon], lambda: ctl(runtime_dir, "status") is not None, 60)
-    say("starting a vLLM worker and syshax-api; meanwhile loading the experts")
+    say("starting a vLLM worker and syshax-api; meanwhile syshaxd loads the experts")
     socket_path = base / "worker.sock"
-    load = [BIN / "syshaxctl", "--runtime-dir", runtime_dir, "load", options.model]
-    loading = subprocess.Popen([*load, "--name", NAME, "--format", options.format, "--wait"])
-    stack.callback(loading.wait)
+    load = [str(BIN / "syshaxctl"), "--runtime-dir", str(runtime_dir), "load", str(options.model)]
+    load += ["--name", NAME, "--format", options.format]
+    if subprocess.run(load, stdout=subprocess.DEVNULL, check=False).returncode != 0:
+        raise DemoError("the model could not be loaded; see above")
     worker = start(
         *("worker", "syshax-worker", options.model, "--syshax-model", NAME, "--served-model-name", NAME),
         *("--uds", socket_path, "--max-model-len", "2048", "--enforce-eager"),
     )
     api = start("syshax-api", "syshax-api", "--port", str(port), "--worker", f"unix:{socket_path}")
-    if loading.wait() != 0:
+    if subprocess.run([*load, "--wait"], check=False).returncode != 0:
         raise DemoError("the model could not be loaded; see above")
     services = [worker, api, daemon]
     wait_for("the worker (vLLM starts, attaches, warms up)", services, lambda: http_status(f"{url}/ready") == 200)
