@@ -201,6 +201,8 @@ class SessionInfo(Answer):
     in_flight: int
     queued_ms_total: float
     compute_ms_total: float
+    client_wait_ms_total: float = 0.0
+    """From submit to seeing the answer, as the client measured: queue, compute and the ring's own time."""
     last_active_seconds: float
     stale: bool = False
     """The client has requests outstanding or the connection, but its heartbeat stands still."""

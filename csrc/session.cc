@@ -183,6 +183,7 @@ SessionStats Session::stats() const {
   uint64_t now = monotonic_ns(), active = read(last_active_ns_);
   stats.last_active_ns_ago = now > active ? now - active : 0;
   stats.heartbeat = ring_.client_heartbeat();
+  stats.client_wait_ns = ring_.client_wait_ns();
   const char* ended = ended_.load(std::memory_order_relaxed);
   stats.poisoned = ended != nullptr;
   stats.ended = ended ? ended : "";

@@ -190,7 +190,7 @@ class Runtime:
     def remove_session(self, session_id: int) -> None:
         """Returns when nothing touches its memory any more (at most the request in flight)."""
     def session_stats(self) -> list[dict[str, Any]]:
-        """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, heartbeat,
+        """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, heartbeat, client_wait_ns,
         poisoned (it is served no more: end its connection) and ended (why: "" or a text)."""
     def stats(self) -> dict[str, Any]:
         """requests_completed, requests_failed, tokens, compute_ns, busy_ns (one number for each node),

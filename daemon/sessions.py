@@ -392,6 +392,7 @@ def _info(session: Session, stats: dict[str, Any]) -> SessionInfo:
         in_flight=stats.get("in_flight", 0),
         queued_ms_total=stats.get("queued_ns", 0) / 1e6,
         compute_ms_total=stats.get("compute_ns", 0) / 1e6,
+        client_wait_ms_total=stats.get("client_wait_ns", 0) / 1e6,
         last_active_seconds=stats.get("last_active_ns_ago", 0) / 1e9,
         stale=session.stale,
     )

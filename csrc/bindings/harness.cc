@@ -33,7 +33,8 @@ py::dict session_stats_dict(const syshax::SessionStats& s) {
   return py::dict("session_id"_a = s.session_id, "requests"_a = s.requests, "tokens"_a = s.tokens,
                   "errors"_a = s.errors, "in_flight"_a = s.in_flight, "queued_ns"_a = s.queued_ns,
                   "compute_ns"_a = s.compute_ns, "last_active_ns_ago"_a = s.last_active_ns_ago,
-                  "heartbeat"_a = s.heartbeat, "poisoned"_a = s.poisoned, "ended"_a = s.ended);
+                  "heartbeat"_a = s.heartbeat, "client_wait_ns"_a = s.client_wait_ns, "poisoned"_a = s.poisoned,
+                  "ended"_a = s.ended);
 }
 
 namespace {
@@ -64,7 +65,8 @@ py::dict abi_of_header() {
   FIELD(T, num_layers), FIELD(T, requests_offset), FIELD(T, completions_offset), FIELD(T, slots_offset);
   FIELD(T, slot_bytes), FIELD(T, ids_offset), FIELD(T, weights_offset), FIELD(T, output_offset);
   FIELD(T, total_bytes), FIELD(T, reserved0), FIELD(T, submit_tail), FIELD(T, reserved1), FIELD(T, client_heartbeat);
-  FIELD(T, reserved2), FIELD(T, submit_head), FIELD(T, parked), FIELD(T, daemon_heartbeat), FIELD(T, spin_us);
+  FIELD(T, client_wait_ns), FIELD(T, reserved2), FIELD(T, submit_head), FIELD(T, parked), FIELD(T, daemon_heartbeat),
+      FIELD(T, spin_us);
   FIELD(T, closing), FIELD(T, reserved3);
   return py::dict("size"_a = sizeof(T), "fields"_a = fields);
 }

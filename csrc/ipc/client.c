@@ -448,6 +448,7 @@ EXPORT int syshax_client_wait(syshax_client* client, uint32_t slot, uint64_t tag
     const syshax_ring_completion* c = completion_of(client, slot);
     *result = (syshax_client_result){
         c->status, c->detail, c->detail2, 0, c->queued_ns, c->compute_ns, now_ns() - s->submit_ns};
+    __atomic_fetch_add(&header_of(client)->client_wait_ns, result->wait_ns, __ATOMIC_RELAXED);
     uint32_t busy = SLOT_BUSY;
     __atomic_compare_exchange_n(&s->phase, &busy, SLOT_HELD, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
   }

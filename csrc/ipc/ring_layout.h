@@ -90,7 +90,8 @@ typedef struct syshax_ring_header {
   uint32_t submit_tail; /* 128: requests ever submitted (mod 2^32); release */
   uint32_t reserved1[15];
   uint64_t client_heartbeat; /* 192: counts up when the client submits or waits */
-  uint64_t reserved2[7];
+  uint64_t client_wait_ns;   /* 200: from submit to seeing the completion, summed by the client; for display only */
+  uint64_t reserved2[6];
   /* written by the daemon */
   uint32_t submit_head;      /* 256: requests ever taken (mod 2^32) */
   uint32_t parked;           /* 260: 1 while the daemon sleeps: the client must ring the eventfd after submitting */
@@ -112,6 +113,7 @@ SYSHAX_ASSERT(offsetof(syshax_ring_completion, waiters) == 40, "completion.waite
 SYSHAX_ASSERT(offsetof(syshax_ring_header, total_bytes) == 112, "header.total_bytes");
 SYSHAX_ASSERT(offsetof(syshax_ring_header, submit_tail) == 128, "header.submit_tail");
 SYSHAX_ASSERT(offsetof(syshax_ring_header, client_heartbeat) == 192, "header.client_heartbeat");
+SYSHAX_ASSERT(offsetof(syshax_ring_header, client_wait_ns) == 200, "header.client_wait_ns");
 SYSHAX_ASSERT(offsetof(syshax_ring_header, submit_head) == 256, "header.submit_head");
 SYSHAX_ASSERT(sizeof(syshax_ring_header) == 320, "header");
 

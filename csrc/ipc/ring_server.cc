@@ -135,4 +135,8 @@ uint64_t RingServer::client_heartbeat() const noexcept {
   return __atomic_load_n(&header()->client_heartbeat, __ATOMIC_RELAXED);
 }
 
+uint64_t RingServer::client_wait_ns() const noexcept {
+  return __atomic_load_n(&header()->client_wait_ns, __ATOMIC_RELAXED);
+}
+
 }  // namespace syshax

@@ -58,6 +58,7 @@ class RingServer {
   void set_closing() noexcept;
   void set_heartbeat(uint64_t now_ns) noexcept;
   uint64_t client_heartbeat() const noexcept;
+  uint64_t client_wait_ns() const noexcept;
   bool poisoned() const noexcept { return guard_->poisoned(); }
   int doorbell_fd() const noexcept { return doorbell_fd_; }
   const syshax_ring_header& layout() const noexcept { return layout_; }
