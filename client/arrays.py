@@ -6,8 +6,9 @@ whoever passes a tensor, never here. Raises InvalidArgumentError: the argument's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,12 +19,24 @@ Array = Any
 """numpy.ndarray or a torch.Tensor on the CPU."""
 
 
+@functools.cache
+def _is_torch_type(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == "torch" for base in kind.__mro__)
+
+
 def is_torch(array: Array) -> bool:
-    return type(array).__module__.partition(".")[0] == "torch"
+    """Also of subclasses that others derive from torch.Tensor."""
+    kind: Hashable = type(array)
+    return _is_torch_type(kind)
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype_name(array: Array) -> str:
-    return str(array.dtype).removeprefix("torch.")
+    return _name(array.dtype)
 
 
 def _check_kind(array: Array, name: str, dimensions: int) -> None:
@@ -35,8 +48,7 @@ def _check_kind(array: Array, name: str, dimensions: int) -> None:
         raise InvalidArgumentError(f"{name} has shape {list(array.shape)}, needed are {dimensions} dimensions")
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows at `address`, `row_bytes` each; `owner` keeps them alive."""
 
     owner: Array
@@ -52,15 +64,14 @@ def _rows(array: Array) -> Rows:
     """Of a contiguous array of two dimensions."""
     if is_torch(array):
         return Rows(array, array.data_ptr(), array.shape[1] * array.element_size())
-    return Rows(array, array.ctypes.data, array.shape[1] * array.itemsize)
+    return Rows(array, array.__array_interface__["data"][0], array.shape[1] * array.itemsize)
 
 
 def _contiguous(array: Array) -> Array:
     return array.detach().contiguous() if is_torch(array) else np.ascontiguousarray(array)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """One call's input, checked: every area is contiguous, ids are int32, weights float32."""
 
     num_tokens: int
@@ -132,8 +143,7 @@ def _float32(weights: Array) -> Array:
     return np.ascontiguousarray(weights, dtype=np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """Where a result goes: `rows` to be filled, then `finish()` for what the caller gets."""
 
     rows: Rows

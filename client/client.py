@@ -13,10 +13,9 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from pydantic import ValidationError
 
@@ -351,8 +350,7 @@ class Model:
             self._reattaching.release()
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
+class _Call(NamedTuple):
     """One call's checked input, where its output goes and until when."""
 
     layer: int
