@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -26,8 +26,7 @@ def _is_torch_type(kind: type) -> bool:
 
 def is_torch(array: Array) -> bool:
     """Also of subclasses that others derive from torch.Tensor."""
-    kind: Hashable = type(array)
-    return _is_torch_type(kind)
+    return _is_torch_type(cast(Hashable, type(array)))
 
 
 @functools.cache
