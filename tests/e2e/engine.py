@@ -6,6 +6,8 @@ models may follow each other.
 
     {"do": "start", "options": {...}}             -> {"ok": true}
     {"do": "generate", "prompts": [...], "new_tokens": n}  -> {"tokens": [[...]], "passes": forward passes}
+    {"do": "chat", "turns": [...], "new_tokens": n}        -> {"tokens": [[...]]}: one answer to each user turn
+    {"do": "nll", "windows": [[token, ...]]}      -> {"sum": nats, "count": tokens predicted}
     {"do": "stop"}                                -> {"ok": true}
 """
 
@@ -58,6 +60,25 @@ class Engine:
         sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         answers = self.llm.generate(prompts, sampling, use_tqdm=False)
         return {"tokens": [list(answer.outputs[0].token_ids) for answer in answers], "passes": self.passes}
+
+    def chat(self, turns: list[str], new_tokens: int) -> dict[str, Any]:
+        assert self.llm is not None
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens)
+        talks = [[{"role": "user", "content": turn}] for turn in turns]
+        answers = self.llm.chat(talks, sampling, use_tqdm=False)
+        return {"tokens": [list(answer.outputs[0].token_ids) for answer in answers]}
+
+    def nll(self, windows: list[list[int]]) -> dict[str, Any]:
+        """Negative log likelihood of each window's tokens after its first."""
+        assert self.llm is not None
+        sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        prompts = [{"prompt_token_ids": window} for window in windows]
+        total, count = 0.0, 0
+        for answer in self.llm.generate(prompts, sampling, use_tqdm=False):
+            for token, known in zip(answer.prompt_token_ids[1:], answer.prompt_logprobs[1:], strict=True):
+                total -= known[token].logprob
+                count += 1
+        return {"sum": total, "count": count}
 
     def stop(self) -> dict[str, Any]:
         self.llm = None

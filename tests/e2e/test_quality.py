@@ -1,0 +1,106 @@
+"""How good the answers are: the demo model's text and perplexity in every format, through real vLLM and real syshaxd.
+
+Everything compares float32 activations. Text is compared with plain vLLM's; perplexity with transformers' on the very
+weights that the format holds (decoded), so that a format's own loss does not hide a wrong kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_prompts import CHAT_PROMPTS
+from services import HERE, Daemon, EngineProcess
+
+pytestmark = [pytest.mark.vllm, pytest.mark.model]
+
+MODEL = Path(os.environ.get("SYSHAX_DEMO_MODEL", ".demo/model")).resolve()
+PLAIN = {"quantization": None, "load_format": "auto"}
+ENGINE = {"enforce_eager": True, "max_model_len": 1056, "max_num_batched_tokens": 1056, "max_num_seqs": 20}
+TOKENS, WINDOW = 8192, 1024
+FORMATS = {"bf16": 0.002, "fp16": 0.002, "q8_0": 0.01, "q4_0": 0.01}
+"""Format -> how far the perplexity may be from transformers' on the same weights."""
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[dict[str, Any]]:
+    """What the tests tell about the run as a whole, printed at its end."""
+    results: dict[str, Any] = {}
+    yield results
+    print("\nquality of the demo model: " + json.dumps(results, indent=1))
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
+    """transformers' perplexity for the checkpoint and for each integer format, and the tokens it was computed on."""
+    command = [sys.executable, str(HERE / "perplexity_reference.py"), str(MODEL), str(TOKENS), str(WINDOW)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+@pytest.fixture(scope="module")
+def plain(engine: EngineProcess) -> dict[str, list[list[int]]]:
+    """Plain vLLM's greedy answers to the twenty turns, by dtype."""
+    answers = {}
+    for dtype in ("float32", "bfloat16"):
+        engine.start(MODEL, **ENGINE, **PLAIN, dtype=dtype)
+        answers[dtype] = chat(engine)
+        engine.call("stop")
+    return answers
+
+
+def chat(engine: EngineProcess) -> list[list[int]]:
+    answer = engine.call("chat", turns=CHAT_PROMPTS, new_tokens=32)
+    assert "error" not in answer, answer
+    tokens: list[list[int]] = answer["tokens"]
+    return tokens
+
+
+def equal_beginnings(a: list[list[int]], b: list[list[int]], length: int) -> int:
+    return sum(x[:length] == y[:length] for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_format(
+    name: str,
+    daemon: Daemon,
+    engine: EngineProcess,
+    plain: dict[str, list[list[int]]],
+    expected: dict[str, Any],
+    made: dict[str, Any],
+) -> None:
+    settings = {"syshax": {"model": f"demo-{name}", "format": name}}
+    engine.start(MODEL, **ENGINE, additional_config=settings)
+    try:
+        answers = chat(engine)
+        nll = engine.call("nll", windows=expected["windows"])
+    finally:
+        engine.call("stop")
+        daemon.control.delete(f"/v1/models/demo-{name}")
+    assert "error" not in nll, nll
+    perplexity = math.exp(nll["sum"] / nll["count"])
+    reference = expected["perplexity"].get(name, expected["perplexity"]["bf16"])
+    own_loss = equal_beginnings(plain["bfloat16"], plain["float32"], 16)
+    same = equal_beginnings(answers, plain["float32"], 16)
+    made[name] = {
+        "perplexity": perplexity,
+        "transformers": reference,
+        "difference": perplexity / reference - 1,
+        "rise_over_bf16": perplexity / expected["perplexity"]["bf16"] - 1,
+        "turns_equal_for_16_tokens": f"{same} of {len(CHAT_PROMPTS)}; vLLM's own bfloat16: {own_loss}",
+    }
+    assert abs(perplexity / reference - 1) <= FORMATS[name], made[name]
+    if name == "bf16":
+        assert answers == plain["float32"], "the same text as plain vLLM's, 32 tokens"
+    if name == "q8_0":
+        assert same >= own_loss, made[name]
