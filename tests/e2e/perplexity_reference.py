@@ -1,9 +1,10 @@
-"""transformers' perplexity of a Mixtral checkpoint in float32, once as it is and once with each integer format's weights.
+"""transformers' perplexity of a Mixtral checkpoint in float32: as it is, and with each integer format's weights.
 
     python perplexity_reference.py CHECKPOINT TOKENS WINDOW
 
 The text is the standard library's own `pydoc_data.topics` in sorted order. Prints one JSON object:
-{"windows": [[token, ...], ...], "perplexity": {"bf16": p, "q8_0": p, "q4_0": p}}. A window's first token is not predicted.
+{"windows": [[token, ...], ...], "perplexity": {"bf16": p, "q8_0": p, "q4_0": p}}. A window's first token is not
+predicted.
 """
 
 from __future__ import annotations
