@@ -25,8 +25,8 @@ struct SessionStats {
   uint64_t session_id = 0, requests = 0, tokens = 0, errors = 0, in_flight = 0;
   uint64_t queued_ns = 0, compute_ns = 0, last_active_ns_ago = 0, heartbeat = 0;
   uint64_t client_wait_ns = 0;  // as the client says
-  bool poisoned = false;   // the dispatcher serves it no more: the client truncated its memory or broke its queue
-  const char* ended = "";  // why, when poisoned
+  bool poisoned = false;        // the dispatcher serves it no more: the client truncated its memory or broke its queue
+  const char* ended = "";       // why, when poisoned
 };
 
 struct DispatcherStats {

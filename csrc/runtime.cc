@@ -1,3 +1,4 @@
+// Models, thread pool and dispatcher of one process, made and ended in the right order. Contract: runtime.h.
 #include "runtime.h"
 
 #include <utility>

@@ -190,8 +190,8 @@ class Runtime:
     def remove_session(self, session_id: int) -> None:
         """Returns when nothing touches its memory any more (at most the request in flight)."""
     def session_stats(self) -> list[dict[str, Any]]:
-        """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, heartbeat, client_wait_ns,
-        poisoned (it is served no more: end its connection) and ended (why: "" or a text)."""
+        """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, heartbeat,
+        client_wait_ns, poisoned (it is served no more: end its connection) and ended (why: "" or a text)."""
     def stats(self) -> dict[str, Any]:
         """requests_completed, requests_failed, tokens, compute_ns, busy_ns (one number for each node),
         heartbeat_age_ns (of the dispatcher: how long since its last turn; 0 while it sleeps with nothing to do)."""

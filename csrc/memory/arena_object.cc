@@ -1,3 +1,4 @@
+// The C++ owner of an arena: the C calls of memory_manager.h with their errors turned into CoreError. Contract: arena.h.
 #include <cstring>
 #include <utility>
 

@@ -1,3 +1,4 @@
+// How much memory a node and the control group still give, read from the kernel's files. Contract: free_memory.h.
 #include "memory/free_memory.h"
 
 #include <algorithm>

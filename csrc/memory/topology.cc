@@ -1,3 +1,4 @@
+// hwloc's view of the machine as plain structs; the only file that includes hwloc. Contract: topology.h.
 #include "memory/topology.h"
 
 #include <hwloc.h>

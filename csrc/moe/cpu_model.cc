@@ -1,3 +1,4 @@
+// A model in this process: layout, arenas, kernels and forward pass put together. Contract: cpu_model.h.
 #include "moe/cpu_model.h"
 
 #include <algorithm>

@@ -22,10 +22,10 @@ struct MoeRequest {
   uint32_t num_tokens;  // >= 1
   uint32_t top_k;       // >= 1
   syshax_dtype dtype;
-  const void* hidden_states;   // [num_tokens, hidden_size] of dtype; may change while it is read (client memory)
-  const int32_t* topk_ids;     // [num_tokens, top_k]
-  const float* topk_weights;   // [num_tokens, top_k]
-  void* output;                // [num_tokens, hidden_size] of dtype, overwritten
+  const void* hidden_states;  // [num_tokens, hidden_size] of dtype; may change while it is read (client memory)
+  const int32_t* topk_ids;    // [num_tokens, top_k]
+  const float* topk_weights;  // [num_tokens, top_k]
+  void* output;               // [num_tokens, hidden_size] of dtype, overwritten
 };
 
 class ExpertModel {

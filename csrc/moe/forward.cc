@@ -1,3 +1,5 @@
+// One chunk of tokens through one layer: pack, w13 with SiLU, w2 by columns, sum over nodes. Contract: forward.h;
+// why the work is cut this way: docs/decisions/0003. Threads meet at barriers and share nothing else but counters.
 #include "moe/forward.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Counting sort of a chunk's assignments by expert; ids of -1 are left out. Contract: grouping.h.
 #include "moe/grouping.h"
 
 #include <algorithm>

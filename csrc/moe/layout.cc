@@ -1,3 +1,4 @@
+// Where each expert's panels lie on each node, computed from geometry, format and plan alone. Contract: layout.h.
 #include "moe/layout.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// The forward pass's working memory, allocated once and bound to each node. Contract: scratch.h.
 #include "moe/scratch.h"
 
 #include <errno.h>

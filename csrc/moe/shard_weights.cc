@@ -1,3 +1,4 @@
+// From checkpoint rows to one node's packed panels, and back. Contract: shard_weights.h.
 #include "moe/shard_weights.h"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Contract: crew.h. Threads are made for the piece of work and joined before run_crew returns.
 #include "threads/crew.h"
 
 #include <algorithm>

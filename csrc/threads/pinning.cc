@@ -1,3 +1,4 @@
+// Checks a plan's CPUs and pins threads to them; a CPU that cannot be had is an error. Contract: pinning.h.
 #include "threads/pinning.h"
 
 #include <errno.h>

@@ -1,3 +1,4 @@
+// Contract: pool.h. Workers wait on one event for the next job's number and meet at one barrier for each node.
 #include "threads/pool.h"
 
 #include <system_error>

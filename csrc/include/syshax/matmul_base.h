@@ -69,7 +69,7 @@ typedef struct syshax_kernel {
 } syshax_kernel;
 
 /* CPU features by bit, each meaning "present and enabled by the operating system". */
-#define SYSHAX_CPU_AVX2 (1ull << 0) /* with FMA, F16C, BMI2 */
+#define SYSHAX_CPU_AVX2 (1ull << 0)   /* with FMA, F16C, BMI2 */
 #define SYSHAX_CPU_AVX512 (1ull << 1) /* F, BW, VL, DQ, CD */
 #define SYSHAX_CPU_AVX512VNNI (1ull << 2)
 #define SYSHAX_CPU_AVX512BF16 (1ull << 3)

@@ -18,18 +18,14 @@ extern "C" {
 #define SYSHAX_OPERATOR_ABI 1u
 
 /* Element types of activations in the ring and of checkpoint tensors. */
-typedef enum syshax_dtype {
-  SYSHAX_FLOAT32 = 0,
-  SYSHAX_FLOAT16 = 1,
-  SYSHAX_BFLOAT16 = 2
-} syshax_dtype;
+typedef enum syshax_dtype { SYSHAX_FLOAT32 = 0, SYSHAX_FLOAT16 = 1, SYSHAX_BFLOAT16 = 2 } syshax_dtype;
 
 typedef struct syshax_format {
-  uint32_t abi;           /* SYSHAX_OPERATOR_ABI */
-  uint32_t struct_size;   /* sizeof(syshax_format) as the author compiled it */
-  const char* name;       /* "bf16", "fp16", "q8_0", "q4_0", ... */
-  uint32_t block_values;  /* values in one block: 1 or 32 */
-  uint32_t block_bytes;   /* bytes of one block: 2, 2, 34, 18 */
+  uint32_t abi;          /* SYSHAX_OPERATOR_ABI */
+  uint32_t struct_size;  /* sizeof(syshax_format) as the author compiled it */
+  const char* name;      /* "bf16", "fp16", "q8_0", "q4_0", ... */
+  uint32_t block_values; /* values in one block: 1 or 32 */
+  uint32_t block_bytes;  /* bytes of one block: 2, 2, 34, 18 */
   /* `values` is a multiple of block_values. src and dst do not overlap, any alignment. */
   void (*encode)(const float* src, size_t values, void* dst);
   void (*decode)(const void* src, size_t values, float* dst);
