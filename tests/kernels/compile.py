@@ -53,11 +53,9 @@ def compile_emulated_core(folder: Path) -> Path:
     sources = [*CSRC.glob("format/*.cc"), *CSRC.glob("kernels/*.cc"), CSRC / "base/cpu_features.cc"]
     sources += [HERE / "emulated/module.cc"]
     headers = [
-        CSRC / "bindings/kernels.cc",
-        *CSRC.glob("*/*.h"),
-        *CSRC.glob("kernels/*.inc"),
-        *CSRC.glob("include/syshax/*.h"),
+        path for folder in ("base", "format", "kernels", "include/syshax") for path in CSRC.glob(f"{folder}/*.h")
     ]
+    headers += [CSRC / "bindings/kernels.cc", CSRC / "bindings/bindings.h", CSRC / "kernels/kernels.inc"]
     headers += [HERE / "emulated/immintrin.h", Path(__file__)]
     work = folder / _digest(sources + headers)
     module = work / "_core_emulated.so"
