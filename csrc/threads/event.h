@@ -1,5 +1,6 @@
-// A counter that threads wait on: spin for a while, then sleep. One writer bumps it, any number wait for the next
-// value.
+// A counter that threads wait on: spin for a while, then sleep. One thread at a time bumps it, any number wait for the
+// next value. Whoever is woken wakes two more, so that waking many does not keep the bumper from its work; sleepers wake
+// in the order in which they fell asleep, so that nobody who waits for an older value is passed over.
 #pragma once
 #include <time.h>
 
@@ -20,7 +21,7 @@ class alignas(64) Event {
   // Everything written before bump is seen by whoever returns from await.
   void bump() {
     value_.fetch_add(1, std::memory_order_seq_cst);
-    if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake_all(value_);
+    wake_some();
   }
 
   // Returns the new value once it differs from `seen`.
@@ -31,11 +32,17 @@ class alignas(64) Event {
       futex_wait(value_, seen);
       sleepers_.fetch_sub(1, std::memory_order_seq_cst);
       value = this->value();
+      if (value != seen) wake_some();
     }
     return value;
   }
 
  private:
+  // Nobody is missed: who is not asleep yet finds the value changed, and every sleeper that wakes passes it on.
+  void wake_some() {
+    if (sleepers_.load(std::memory_order_seq_cst) != 0) futex_wake(value_, 2);
+  }
+
   static constexpr int kLooksPerClock = 32;
 
   uint32_t spin(uint32_t seen, uint64_t spin_ns) const {
