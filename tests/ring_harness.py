@@ -63,6 +63,11 @@ def eventually(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
     return value
 
 
+def shared_memory_of(runtime_dir: Path) -> list[str]:
+    """What the daemon of that directory has left in /dev/shm."""
+    return [entry.name for entry in Path("/dev/shm").iterdir() if entry.name.startswith(runtime_dir.name)]
+
+
 def descriptors() -> dict[int, str]:
     """Open descriptors of this process and what they are."""
     found = {}
@@ -303,7 +308,8 @@ class FakeDaemon:
             ),
             layout=RingLayout.model_validate(layout),
         )
-        memory = posix_ipc.SharedMemory(None, posix_ipc.O_CREX, mode=0o600, size=layout["total_bytes"])
+        name = f"/{self.runtime_dir.name}-{session_id}"  # known, so that tests can look for what is left
+        memory = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, mode=0o600, size=layout["total_bytes"])
         memory.unlink()
         doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:

@@ -272,7 +272,7 @@ def test_nothing_leaks_over_many_sessions(daemon: FakeDaemon, client: Client) ->
     client.close()
     eventually(lambda: daemon.sessions() == 0 and not daemon._connections)
     gc.collect()  # what earlier tests left to the collector
-    before, maps = descriptors(), Path("/proc/self/maps").read_text().count("psm_")
+    before, maps = descriptors(), Path("/proc/self/maps").read_text().count(daemon.runtime_dir.name)
     for seed in range(20):
         model = client.open("tiny", num_slots=1 + seed % 4)
         check(model, seed)
@@ -283,4 +283,4 @@ def test_nothing_leaks_over_many_sessions(daemon: FakeDaemon, client: Client) ->
     client.close()
     eventually(lambda: daemon.sessions() == 0 and not daemon._connections)
     eventually(lambda: len(descriptors()) == len(before))
-    assert Path("/proc/self/maps").read_text().count("psm_") == maps == 0
+    assert Path("/proc/self/maps").read_text().count(daemon.runtime_dir.name) == maps == 0
