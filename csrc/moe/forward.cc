@@ -8,12 +8,12 @@
 namespace syshax {
 namespace {
 
-constexpr uint32_t kBlockTokens = 48;       // a multiple of what kernels take at once
-constexpr uint32_t kMaxBlockColumns = 128;  // of hidden_size in one task
-constexpr uint32_t kTasksPerThread = 4;     // at least, so that threads finish together
-constexpr uint32_t kSerialPack = 4;         // up to so many tokens waking others to pack costs more than packing
-constexpr uint32_t kPackTokens = 4;         // tokens that a thread takes at once
-constexpr uint32_t kLane = 16;              // floats; strides of tiles are multiples
+constexpr uint32_t kBlockTokens = 48;      // a multiple of what kernels take at once
+constexpr uint32_t kMaxBlockColumns = 64;  // of hidden_size in one task
+constexpr uint32_t kTasksPerThread = 4;    // at least, so that threads finish together
+constexpr uint32_t kSerialPack = 4;        // up to so many tokens waking others to pack costs more than packing
+constexpr uint32_t kPackTokens = 4;        // tokens that a thread takes at once
+constexpr uint32_t kLane = 16;             // floats; strides of tiles are multiples
 
 size_t element_bytes(syshax_dtype dtype) { return dtype == SYSHAX_FLOAT32 ? 4 : 2; }
 
