@@ -1,6 +1,6 @@
 // A counter that threads wait on: spin for a while, then sleep. One thread at a time bumps it, any number wait for the
-// next value. Whoever is woken wakes two more, so that waking many does not keep the bumper from its work; sleepers wake
-// in the order in which they fell asleep, so that nobody who waits for an older value is passed over.
+// next value. Whoever is woken wakes two more, so that waking many does not keep the bumper from its work; sleepers
+// wake in the order in which they fell asleep, so that nobody who waits for an older value is passed over.
 #pragma once
 #include <time.h>
 

@@ -83,8 +83,7 @@ void check_pinning(const std::vector<int>& cpus) {
   if (cpus.empty()) return;
   std::string problem;
   std::thread([&] { problem = pin_this_thread(cpus); }).join();
-  if (!problem.empty())
-    throw CoreError("hardware", problem, "choose CPUs that are online and inside the cpuset and affinity");
+  if (!problem.empty()) throw CoreError("hardware", problem, kPinningHint);
 }
 
 void name_this_thread(const std::string& name) { pthread_setname_np(pthread_self(), name.substr(0, 15).c_str()); }

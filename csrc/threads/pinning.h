@@ -8,6 +8,8 @@ namespace syshax {
 // Restricts the calling thread to these CPUs. Returns "" or what went wrong.
 std::string pin_this_thread(const std::vector<int>& cpus);
 
+constexpr const char* kPinningHint = "choose CPUs that are online and inside the cpuset and affinity";
+
 // Tries to pin, in a thread that ends at once. Throws CoreError("hardware").
 void check_pinning(const std::vector<int>& cpus);
 

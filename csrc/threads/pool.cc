@@ -1,6 +1,7 @@
 // Contract: pool.h. Workers wait on one event for the next job's number and meet at one barrier for each node.
 #include "threads/pool.h"
 
+#include <mutex>
 #include <system_error>
 #include <utility>
 
@@ -18,9 +19,8 @@ ThreadPool::ThreadPool(std::vector<NodePlan> plan, uint32_t spin_us) : spin_ns_(
     node->states = std::make_unique<ThreadState[]>(entry.threads);
     nodes_.push_back(std::move(node));
   }
-  // Every thread is tried before the first one starts; the first CPU is the calling thread's to be.
-  for (const auto& node : nodes_)
-    for (uint32_t i = 0; i < node->threads && !node->cpus.empty(); ++i) check_pinning({node->cpus[i]});
+  // The first CPU is the calling thread's to be; the other threads try theirs when they start.
+  if (!nodes_[0]->cpus.empty()) check_pinning({nodes_[0]->cpus[0]});
   try {
     for (uint32_t node = 0; node < num_nodes(); ++node)
       for (uint32_t thread = node == 0 ? 1 : 0; thread < nodes_[node]->threads; ++thread)
@@ -30,6 +30,11 @@ ThreadPool::ThreadPool(std::vector<NodePlan> plan, uint32_t spin_us) : spin_ns_(
     stop();
     throw CoreError("hardware", "cannot start thread " + std::to_string(started + 1) + ": " + e.what(),
                     "raise the limit of tasks or plan fewer threads");
+  }
+  run([](void*, uint32_t, uint32_t) {}, nullptr);  // returns when all have started
+  if (!problem_.empty()) {
+    stop();
+    throw CoreError("hardware", problem_, kPinningHint);
   }
 }
 
@@ -59,7 +64,11 @@ void ThreadPool::run(Job job, void* context) {
 void ThreadPool::work(uint32_t node, uint32_t thread) {
   name_this_thread("moe-" + std::to_string(node) + "-" + std::to_string(thread));
   Node& home = *nodes_[node];
-  if (!home.cpus.empty()) pin_this_thread({home.cpus[thread]});
+  if (!home.cpus.empty()) {
+    const std::string problem = pin_this_thread({home.cpus[thread]});
+    const std::lock_guard<std::mutex> lock(problem_mutex_);
+    if (!problem.empty()) problem_ = problem;
+  }
   ThreadState& state = home.states[thread];
   uint32_t seen = 0;
   while (true) {

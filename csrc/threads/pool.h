@@ -4,6 +4,7 @@
 // Knows nothing of what a job computes.
 #pragma once
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -60,6 +61,8 @@ class ThreadPool {
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<std::thread> threads_;
   uint64_t spin_ns_;
+  std::mutex problem_mutex_;
+  std::string problem_;  // why a thread could not be pinned when it started
   Job job_ = nullptr;
   void* context_ = nullptr;
   bool stopping_ = false;
