@@ -1,4 +1,5 @@
-// The C++ owner of an arena: the C calls of memory_manager.h with their errors turned into CoreError. Contract: arena.h.
+// The C++ owner of an arena: the C calls of memory_manager.h with their errors turned into CoreError. Contract:
+// arena.h.
 #include <cstring>
 #include <utility>
 
