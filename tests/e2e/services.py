@@ -44,6 +44,12 @@ def wait_until(true: Callable[[], bool], limit_s: float, what: str) -> None:
         time.sleep(0.05)
 
 
+def pss_bytes(pid: int) -> int:
+    """Memory of a process; pages shared with others count in parts."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+
+
 class Daemon:
     """A syshaxd of the test's own; may be killed and started again in the same runtime directory."""
 
