@@ -59,6 +59,14 @@ def test_the_engine_refuses_another_checkpoint(engine: EngineProcess, checkpoint
     assert "mixtral" in answer["message"]
 
 
+def test_the_engine_refuses_without_a_daemon(
+    engine: EngineProcess, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    options = {"model": str(checkpoint("mixtral")), "additional_config": {"syshax": {"runtime_dir": str(tmp_path)}}}
+    answer = engine.call("start", options=options)
+    assert answer["error"] == "DaemonAbsentError", answer
+
+
 def test_the_engine_refuses_a_typing_error(engine: EngineProcess, checkpoint: CheckpointMaker) -> None:
     options = {"model": str(checkpoint("mixtral")), "additional_config": {"syshax": {"modle": "mixtral"}}}
     answer = engine.call("start", options=options)
