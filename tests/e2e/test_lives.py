@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from services import Daemon, EngineProcess, WorkerServer, wait_until
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # several vLLM starts on a busy machine
 
 Checkpoint = Callable[[str], Path]
 Reference = Callable[[str], list[list[int]]]
