@@ -87,7 +87,9 @@ def write(source: Path, out: Path) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     dense = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config, weights = mixtral_config(dense.config), dense.state_dict()
     layers, shards = config["num_hidden_layers"], config["num_hidden_layers"] + 1
