@@ -24,7 +24,7 @@ setup:
 	@$(BOOTSTRAP) core
 
 setup-test:
-	@$(BOOTSTRAP) system test
+	@$(BOOTSTRAP) system
 	@$(BOOTSTRAP) venv test
 	@$(BOOTSTRAP) core
 

