@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
@@ -29,7 +30,7 @@ def parse_size(value: Any) -> int:
         match = _SIZE.fullmatch(value) if isinstance(value, str) else None
         if match is None or match["unit"].upper() not in _UNITS:
             raise ValueError('expected a size: bytes as a number, or text such as "512MiB", "64GiB" or "20GB"')
-        size = round(float(match["number"]) * _UNITS[match["unit"].upper()])
+        size = round(Decimal(match["number"]) * _UNITS[match["unit"].upper()])
     if not 0 <= size <= _MAX_SIZE:
         raise ValueError("expected a size between 0 and 1024 PiB")
     return size

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from syshax.errors import ConfigError
@@ -177,6 +177,7 @@ def test_an_unwritable_state_directory_is_named(tmp_path: Path) -> None:
 
 
 @given(st.integers(0, 1 << 60))
+@example((1 << 53) + 1)
 def test_sizes_survive_printing(size: int) -> None:
     assert parse_size(format_size(size)) == size == parse_size(size)
 
