@@ -1,4 +1,6 @@
-"""Rules for the whole suite: in CI a skipped test is a failure, and nothing may stay behind in /dev/shm."""
+"""Rules for the whole suite: in CI a skipped test is a failure and properties try the same examples each time;
+nothing may stay behind in /dev/shm.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 SHM = Path("/dev/shm")
+
+# CI tries the same examples each time; elsewhere every run looks at new ones. Time limits belong to no property here.
+settings.register_profile("explore", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "explore")
 
 # Whoever starts the suite in a shell's background has SIGINT ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
