@@ -1,4 +1,4 @@
-"""A worker holds no expert: its memory after the first answer against plain vLLM's, and the weights once in the daemon."""
+"""A worker holds no expert: its memory after the first answer against plain vLLM's; the daemon holds each once."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ def test_a_worker_holds_no_experts(daemon: Daemon, tmp_path: Path) -> None:
     settings = {"additional_config": {"syshax": {"model": "demo", "format": "bf16"}}}
     worker = memory_after_an_answer(tmp_path / "worker.log", daemon, settings)
     pool = daemon.status().pool_bytes
-    print(f"\nMiB: plain vLLM {plain >> 20}, worker {worker >> 20}, experts {experts >> 20}, daemon's pool {pool >> 20}")
+    mib = {"plain vLLM": plain, "worker": worker, "experts": experts, "daemon's pool": pool}
+    print("\nMiB: " + ", ".join(f"{what} {size >> 20}" for what, size in mib.items()))
     assert plain - worker >= 0.9 * experts
     assert experts <= pool <= 1.05 * experts, "the daemon holds every weight once"
