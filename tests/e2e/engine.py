@@ -6,7 +6,7 @@ models may follow each other.
 
     {"do": "start", "options": {...}}             -> {"ok": true}
     {"do": "generate", "prompts": [...], "new_tokens": n}  -> {"tokens": [[...]], "passes": forward passes}
-    {"do": "chat", "turns": [...], "new_tokens": n}        -> {"tokens": [[...]]}: one answer to each user turn
+    {"do": "chat", "turns": [...], "new_tokens": n}        -> {"tokens": [[...]], "best": [[{token: logprob}]]}
     {"do": "nll", "windows": [[token, ...]]}      -> {"sum": nats, "count": tokens predicted}
     {"do": "stop"}                                -> {"ok": true}
 """
@@ -62,11 +62,13 @@ class Engine:
         return {"tokens": [list(answer.outputs[0].token_ids) for answer in answers], "passes": self.passes}
 
     def chat(self, turns: list[str], new_tokens: int) -> dict[str, Any]:
+        """One answer to each user turn, and the eight likeliest tokens at each step of it."""
         assert self.llm is not None
-        sampling = SamplingParams(temperature=0, max_tokens=new_tokens)
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, logprobs=8)
         talks = [[{"role": "user", "content": turn}] for turn in turns]
-        answers = self.llm.chat(talks, sampling, use_tqdm=False)
-        return {"tokens": [list(answer.outputs[0].token_ids) for answer in answers]}
+        made = [answer.outputs[0] for answer in self.llm.chat(talks, sampling, use_tqdm=False)]
+        best = [[{token: known.logprob for token, known in step.items()} for step in one.logprobs] for one in made]
+        return {"tokens": [list(one.token_ids) for one in made], "best": best}
 
     def nll(self, windows: list[list[int]]) -> dict[str, Any]:
         """Negative log likelihood of each window's tokens after its first."""
