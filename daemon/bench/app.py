@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syshax.errors import SyshaxError
-from syshaxd.bench import moe
+from syshaxd.bench import moe, ring
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -61,6 +61,29 @@ def moe_command(
                 print(json.dumps(record), flush=True)
         else:
             Console(width=None if sys.stdout.isatty() else 120).print(table(options, list(records)))
+
+
+@app.command("ring")
+def ring_command(
+    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="Time to spend on each figure.")] = 1.0,
+    payload: Annotated[int, typer.Option(min=4, help="Bytes of hidden states each way.")] = 4096,
+    client_cpu: Annotated[int, typer.Option(min=-1, help="-1: the first that may be used.")] = -1,
+    daemon_cpu: Annotated[int, typer.Option(min=-1, help="-1: the last that may be used.")] = -1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """The ring: microseconds from a client to the data plane and back, beside the least that the machine allows."""
+    with errors_for_people():
+        figures = ring.run(seconds, payload, client_cpu, daemon_cpu)
+    if as_json:
+        print(json.dumps(figures))
+        return
+    result = Table(title=f"{payload} bytes each way")
+    result.add_column("figure")
+    result.add_column("µs", justify="right")
+    result.add_column("what")
+    for name, meaning in ring.MEANINGS.items():
+        result.add_row(name, f"{figures[name]:.2f}", meaning)
+    Console(width=None if sys.stdout.isatty() else 120).print(result)
 
 
 def table(options: moe.Options, records: list[moe.Record]) -> Table:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,3 +34,13 @@ def test_figures(client_cpu: int, daemon_cpu: int, payload_bytes: int) -> None:
 def test_nonsense_is_refused(seconds: float) -> None:
     with pytest.raises(_core.CoreError, match="seconds"):
         _core.bench_ring(seconds, 4, -1, -1)
+
+
+def test_the_command() -> None:
+    """`syshaxd bench ring`: the promised figures as JSON, a table for people, a CPU that is not there refused in words."""
+    command = [sys.executable, "-m", "syshaxd", "bench", "ring", "--seconds", "0.1"]
+    ran = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    assert {"spin_us_p50", "spin_us_p99", "parked_us_p50"} <= json.loads(ran.stdout).keys()
+    assert "floor_parked_us" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    refused = subprocess.run([*command, "--client-cpu", "4095"], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "CPU 4095" in refused.stderr and "hint: allowed are" in refused.stderr
