@@ -37,7 +37,7 @@ def test_nonsense_is_refused(seconds: float) -> None:
 
 
 def test_the_command() -> None:
-    """`syshaxd bench ring`: the promised figures as JSON, a table for people, a CPU that is not there refused in words."""
+    """The promised figures as JSON, a table for people; a CPU that may not be used is refused in words."""
     command = [sys.executable, "-m", "syshaxd", "bench", "ring", "--seconds", "0.1"]
     ran = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
     assert {"spin_us_p50", "spin_us_p99", "parked_us_p50"} <= json.loads(ran.stdout).keys()
