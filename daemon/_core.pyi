@@ -48,9 +48,13 @@ class Arena:
 # ---- formats and kernels (tests, bench, status) -----------------------------
 def formats() -> list[str]: ...
 def format_blocks(format: str) -> tuple[int, int]:
-    """(values, bytes) of one block."""
+    """(values, bytes) of one block; (0, 0) where a block is a whole row."""
 
-def encode(format: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]: ...
+def format_row_bytes(format: str, values: int) -> int:
+    """Bytes of a row of so many values."""
+
+def encode(format: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """The blocks of one row, or of the rows of a matrix, one after the other."""
 def decode(format: str, blocks: npt.NDArray[np.uint8], values: int) -> npt.NDArray[np.float32]: ...
 
 class KernelDict(TypedDict):

@@ -2,6 +2,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -31,6 +32,9 @@ Aligned aligned(size_t bytes) {
   return Aligned(static_cast<char*>(memory));
 }
 
+// What a row's number of values must be a multiple of.
+size_t block_values(const syshax_format& format) { return format.block_values ? format.block_values : 64; }
+
 [[noreturn]] void invalid(const std::string& message) { throw CoreError("invalid_argument", message); }
 
 const syshax_format& format_named(const std::string& name) {
@@ -52,18 +56,23 @@ syshax_dtype dtype_named(const std::string& name) {
   invalid("unknown dtype \"" + name + "\": use float32, float16 or bfloat16");
 }
 
+// One row at a time, which matters only to formats whose block is a row.
 Bytes encode(const std::string& name, const Floats& values) {
   const syshax_format& format = format_named(name);
-  const size_t count = size_t(values.size());
-  if (count % format.block_values) invalid(name + ": the number of values is no multiple of the block");
-  Bytes blocks(py::ssize_t(count / format.block_values * format.block_bytes));
-  format.encode(values.data(), count, blocks.mutable_data());
+  const size_t k = values.ndim() == 2 ? size_t(values.shape(1)) : size_t(values.size());
+  const size_t rows = k ? size_t(values.size()) / k : 0;
+  if (k % block_values(format)) invalid(name + ": the number of values is no multiple of the block");
+  const size_t row_bytes = syshax_row_bytes(&format, k);
+  Bytes blocks(py::ssize_t(rows * row_bytes));
+  for (size_t row = 0; row < rows; ++row) {
+    format.encode(values.data() + row * k, k, blocks.mutable_data() + row * row_bytes);
+  }
   return blocks;
 }
 
 Floats decode(const std::string& name, const Bytes& blocks, size_t values) {
   const syshax_format& format = format_named(name);
-  if (values % format.block_values || size_t(blocks.size()) != values / format.block_values * format.block_bytes) {
+  if (values % block_values(format) || size_t(blocks.size()) != syshax_row_bytes(&format, values)) {
     invalid(name + ": " + std::to_string(values) + " values do not take " + std::to_string(blocks.size()) + " bytes");
   }
   Floats decoded{py::ssize_t(values)};
@@ -103,14 +112,15 @@ py::list kernels(const std::string& isa_cap) {
 struct Packed {
   Packed(const syshax_kernel& kernel, const Bytes& blocks, size_t rows, size_t k) : packing(*kernel.packing) {
     const syshax_format& format = format_named(packing.format);
-    if (rows == 0 || k == 0 || k % format.block_values) invalid("rows or k is 0, or k is no multiple of the block");
-    row_bytes = k / format.block_values * format.block_bytes;
+    if (rows == 0 || k == 0 || k % block_values(format)) invalid("rows or k is 0, or k is no multiple of the block");
+    row_bytes = syshax_row_bytes(&format, k);
     if (size_t(blocks.size()) != rows * row_bytes) {
       invalid("[" + std::to_string(rows) + ", " + std::to_string(k) + "] takes " + std::to_string(rows * row_bytes) +
               " bytes of " + packing.format + ", not " + std::to_string(blocks.size()));
     }
     k_padded = (k + packing.k_multiple - 1) / packing.k_multiple * packing.k_multiple;
-    padded_row_bytes = k_padded / format.block_values * format.block_bytes;
+    if (format.block_values == 0 && k != k_padded) invalid(packing.format + std::string(" wants whole rows"));
+    padded_row_bytes = syshax_row_bytes(&format, k_padded);
     num_panels = (rows + packing.panel_rows - 1) / packing.panel_rows;
     panels = aligned(num_panels * packing.panel_bytes(k_padded));
     std::vector<uint8_t> padded(packing.panel_rows * padded_row_bytes);
@@ -141,9 +151,11 @@ Floats run_kernel(const std::string& name, const Bytes& blocks, size_t rows, siz
   const size_t tokens = size_t(activations.shape(0)), row_bytes = kernel.activation->row_bytes(weights.k_padded);
   const Aligned packed = aligned(tokens * row_bytes);
   std::vector<const void*> pointers(tokens);
+  std::vector<float> padded(weights.k_padded);
   for (size_t t = 0; t < tokens; ++t) {
     char* row = packed.get() + t * row_bytes;
-    kernel.activation->pack(activations.data() + t * k, k, 0, weights.k_padded, row);
+    std::copy_n(activations.data() + t * k, k, padded.begin());
+    syshax_pack_row(kernel.activation, padded.data(), weights.k_padded, row);
     pointers[t] = row;
   }
   const size_t stride = weights.num_panels * kernel.packing->panel_rows;
@@ -245,6 +257,10 @@ void bind_kernels(py::module_& m) {
         return py::make_tuple(format.block_values, format.block_bytes);
       },
       py::arg("format"));
+  m.def(
+      "format_row_bytes",
+      [](const std::string& name, size_t values) { return syshax_row_bytes(&format_named(name), values); },
+      py::arg("format"), py::arg("values"));
   m.def("encode", encode, py::arg("format"), py::arg("values"));
   m.def("decode", decode, py::arg("format"), py::arg("blocks"), py::arg("values"));
   m.def("kernels", kernels, py::arg("isa_cap") = "");

@@ -44,7 +44,7 @@ constexpr uint32_t kSize = sizeof(syshax_activation);
 
 }  // namespace
 
-const syshax_activation activation_f32_scalar = {SYSHAX_OPERATOR_ABI, kSize, "f32", f32_row_bytes, pack_f32};
-const syshax_activation activation_q8_scalar = {SYSHAX_OPERATOR_ABI, kSize, "q8", q8_row_bytes, pack_q8};
+const syshax_activation activation_f32_scalar = {SYSHAX_OPERATOR_ABI, kSize, "f32", f32_row_bytes, pack_f32, nullptr};
+const syshax_activation activation_q8_scalar = {SYSHAX_OPERATOR_ABI, kSize, "q8", q8_row_bytes, pack_q8, nullptr};
 
 }  // namespace syshax

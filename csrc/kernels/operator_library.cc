@@ -52,10 +52,17 @@ class Checker {
   void format(const syshax_format* row, const std::string& where) const {
     header(row, where);
     name(row->name, where + ".name");
-    require(row->block_values >= 1 && 64 % row->block_values == 0,
+    require(row->encode && row->decode, where + ".encode or .decode is NULL");
+    if (row->block_values == 0) {
+      require(row->row_bytes != nullptr, where + ".block_values is 0 (a block is a row), so .row_bytes must not be NULL");
+      require(row->block_bytes == 0, where + ".block_values is 0 (a block is a row), so .block_bytes must be 0");
+      require(row->row_bytes(64) >= 1, where + ".row_bytes(64) is 0");
+      return;
+    }
+    require(64 % row->block_values == 0,
             where + ".block_values is " + std::to_string(row->block_values) + ", it must divide 64");
     require(row->block_bytes >= 1, where + ".block_bytes is 0");
-    require(row->encode && row->decode, where + ".encode or .decode is NULL");
+    require(row->row_bytes == nullptr, where + ".row_bytes must be NULL where .block_values is not 0");
   }
 
   void packing(const syshax_packing* row, const std::string& where) const {

@@ -67,6 +67,12 @@ std::string joined_format_names() {
   return text;
 }
 
+void require_format(std::string_view name) {
+  if (find_format(name)) return;
+  throw CoreError("invalid_argument", "unknown weight format \"" + std::string(name) + "\"",
+                  "use one of: " + joined_format_names());
+}
+
 }  // namespace
 
 const std::vector<const syshax_format*>& all_formats() { return current().formats; }
@@ -92,12 +98,17 @@ std::string kernel_vendor(const syshax_kernel* kernel) {
   return found == table.vendors.end() ? std::string() : found->second;
 }
 
+const syshax_packing* format_packing(std::string_view name) {
+  require_format(name);
+  for (const syshax_kernel* kernel : all_kernels()) {
+    if (name == kernel->packing->format) return kernel->packing;
+  }
+  throw CoreError("hardware", "there is no kernel for format " + std::string(name), "see `syshaxctl kernels`");
+}
+
 const syshax_kernel* select_kernel(std::string_view format, syshax_dtype dtype, const CpuFeatures& features) {
   const std::string name(format);
-  if (!find_format(format)) {
-    throw CoreError("invalid_argument", "unknown weight format \"" + name + "\"",
-                    "use one of: " + joined_format_names());
-  }
+  require_format(format);
   const syshax_kernel* best = nullptr;
   for (const syshax_kernel* kernel : all_kernels()) {
     const bool usable =

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <map>
 #include <optional>
+#include <string_view>
 
 #include "base/error.h"
 #include "kernels/table.h"
@@ -30,7 +31,7 @@ DtypeKernels choose_kernels(const ExpertLayout& layout, const CpuFeatures& featu
   DtypeKernels kernels{};
   for (const syshax_dtype dtype : {SYSHAX_FLOAT32, SYSHAX_FLOAT16, SYSHAX_BFLOAT16}) {
     kernels[dtype] = select_kernel(layout.format().name, dtype, features);
-    if (kernels[dtype]->packing != &layout.packing())
+    if (std::string_view(kernels[dtype]->packing->name) != layout.packing().name)
       throw CoreError("hardware", std::string("kernel ") + kernels[dtype]->name + " reads packing " +
                                       kernels[dtype]->packing->name + ", the model is packed as " +
                                       layout.packing().name);

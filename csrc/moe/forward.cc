@@ -59,6 +59,8 @@ MoeForward::MoeForward(const ExpertLayout& layout, std::vector<const char*> aren
   }
   scratch_ = make_scratch(sizes, plan, huge_pages);
   counters_ = std::make_unique<Counters[]>(plan.size());
+  for (const uint32_t node : active_nodes_)
+    counters_[node].units_done = std::make_unique<std::atomic<uint32_t>[]>(layout.geometry().num_experts);
   blocks_done_ = std::make_unique<std::atomic<uint32_t>[]>(num_blocks_);
 }
 
@@ -85,6 +87,9 @@ void MoeForward::run_chunk() {
     counters_[node].pack.reset();
     counters_[node].w13.reset();
     counters_[node].w2.reset();
+    if (chunk_.kernel->activation->finish == nullptr) continue;
+    for (size_t i = 0; i < grouping_.groups().size(); ++i)
+      counters_[node].units_done[i].store(0, std::memory_order_relaxed);
   }
   for (uint32_t block = 0; block < num_blocks_; ++block) blocks_done_[block].store(0, std::memory_order_relaxed);
   chunk_.packed = chunk_.tokens <= kSerialPack;
@@ -117,8 +122,7 @@ void MoeForward::run_thread(uint32_t node, uint32_t thread) {
 void MoeForward::pack_token(NodeScratch& node, ThreadScratch& scratch, uint32_t token) const {
   const size_t hidden = layout_.geometry().hidden_size;
   ops_.widen(chunk_.hidden + token * hidden * element_bytes(chunk_.dtype), chunk_.dtype, hidden, scratch.row);
-  chunk_.kernel->activation->pack(scratch.row, layout_.hidden_k(), 0, layout_.hidden_k(),
-                                  node.x + token * chunk_.x_row_bytes);
+  syshax_pack_row(chunk_.kernel->activation, scratch.row, layout_.hidden_k(), node.x + token * chunk_.x_row_bytes);
 }
 
 void MoeForward::pack_tokens(uint32_t node, ThreadScratch& scratch) {
@@ -132,8 +136,21 @@ void MoeForward::pack_tokens(uint32_t node, ThreadScratch& scratch) {
 void MoeForward::run_w13(uint32_t node, ThreadScratch& scratch) {
   const uint32_t units = layout_.shard(node).units;
   const uint32_t tasks = static_cast<uint32_t>(grouping_.groups().size()) * units;
-  for (uint32_t task; (task = counters_[node].w13.take()) < tasks;)
+  for (uint32_t task; (task = counters_[node].w13.take()) < tasks;) {
     run_w13_task(node, scratch, grouping_.groups()[task / units], task % units);
+    if (chunk_.kernel->activation->finish != nullptr) finish_group(node, task / units);
+  }
+}
+
+// Whoever computes a group's last unit finishes its rows of h.
+void MoeForward::finish_group(uint32_t node, uint32_t index) {
+  const Shard& shard = layout_.shard(node);
+  if (counters_[node].units_done[index].fetch_add(1, std::memory_order_acq_rel) + 1 < shard.units) return;
+  const syshax_activation& activation = *chunk_.kernel->activation;
+  const ExpertGroup& group = grouping_.groups()[index];
+  const size_t h_row_bytes = activation.row_bytes(shard.columns);
+  for (uint32_t i = group.begin; i < group.begin + group.count; ++i)
+    activation.finish(shard.columns, scratch_[node].h + i * h_row_bytes);
 }
 
 void MoeForward::run_w13_task(uint32_t node, ThreadScratch& scratch, const ExpertGroup& group, uint32_t unit) const {

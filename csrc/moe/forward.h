@@ -2,7 +2,8 @@
 //
 // A request is cut into chunks, so that working memory is fixed. For each chunk every node works on its own shard:
 //   1. hidden_states are read once into private memory and packed for the kernel;
-//   2. tasks (expert, unit of intermediate columns): w13, SiLU-and-multiply, packed into the assignment's row of h;
+//   2. tasks (expert, unit of intermediate columns): w13, SiLU-and-multiply, packed into the assignment's row of h; an
+//      expert's last unit finishes those rows;
 //   3. tasks (block of hidden columns): over all experts, ascending, w2 and the weighted sum. A block belongs to one
 //      thread, so nothing conflicts and no memory of size assignments x hidden_size is needed. The node that finishes a
 //      block last adds up the nodes' sums in node order and writes the output.
@@ -48,6 +49,7 @@ class MoeForward {
   // Cache lines of their own, since all of a node's threads write them.
   struct Counters {
     WorkCounter pack, w13, w2;
+    std::unique_ptr<std::atomic<uint32_t>[]> units_done;  // of each group, where rows of h must be finished
   };
 
   static void job(void* self, uint32_t node, uint32_t thread);
@@ -57,6 +59,7 @@ class MoeForward {
   void pack_tokens(uint32_t node, ThreadScratch& scratch);
   void run_w13(uint32_t node, ThreadScratch& scratch);
   void run_w13_task(uint32_t node, ThreadScratch& scratch, const ExpertGroup& group, uint32_t unit) const;
+  void finish_group(uint32_t node, uint32_t index);
   void run_w2(uint32_t node, ThreadScratch& scratch);
   void run_w2_task(uint32_t node, ThreadScratch& scratch, uint32_t block);
   void write_output(ThreadScratch& scratch, uint32_t block) const;

@@ -31,9 +31,9 @@ void check_geometry(const MoeGeometry& geometry) {
   check_dimension("top_k", geometry.top_k, geometry.num_experts);
 }
 
-// The packing is the same for every CPU of the architecture, so that this needs no CPU.
+// A format has one packing whatever the CPU, so that this needs none.
 const syshax_packing* packing_of(const std::string& format) {
-  const syshax_packing* packing = select_kernel(format, SYSHAX_FLOAT32, CpuFeatures{})->packing;
+  const syshax_packing* packing = format_packing(format);
   if (packing->k_multiple % kActivationGroup != 0 || (2 * packing->k_multiple) % packing->panel_rows != 0)
     throw CoreError("no_kernel", "packing " + std::string(packing->name) + " has k_multiple " +
                                      std::to_string(packing->k_multiple) + " and panel_rows " +

@@ -43,7 +43,7 @@ class ExpertLayout {
   uint32_t unit() const { return unit_; }  // intermediate columns that are never split
   size_t hidden_k() const { return hidden_k_; }
   // Bytes of one row of blocks of k values.
-  size_t row_bytes(size_t k) const { return k / format_->block_values * format_->block_bytes; }
+  size_t row_bytes(size_t k) const { return syshax_row_bytes(format_, k); }
 
   const Shard& shard(uint32_t node) const { return shards_[node]; }
   uint32_t num_nodes() const { return static_cast<uint32_t>(shards_.size()); }

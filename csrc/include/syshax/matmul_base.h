@@ -42,7 +42,16 @@ typedef struct syshax_activation {
    * 64. When `values` is no multiple of 64 the rest of that group of 64 is packed as zeros.
    * Different ranges of one row may be packed by different threads at the same time. */
   void (*pack)(const float* src, size_t values, size_t k_begin, size_t k_padded, void* row);
+  /* NULL, or called once for a row after all its ranges are packed and before a kernel reads it: for layouts that need
+   * the whole row, such as one scale a token. May rewrite the row. */
+  void (*finish)(size_t k_padded, void* row);
 } syshax_activation;
+
+/* Packs a whole row of k_padded values. */
+static inline void syshax_pack_row(const syshax_activation* activation, const float* src, size_t k_padded, void* row) {
+  activation->pack(src, k_padded, 0, k_padded, row);
+  if (activation->finish) activation->finish(k_padded, row);
+}
 
 /* out[t * out_stride + p * panel_rows + r] = sum over k of W[p, r, k] * activation[t, k] */
 typedef struct syshax_matmul_args {

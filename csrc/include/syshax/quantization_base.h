@@ -24,12 +24,20 @@ typedef struct syshax_format {
   uint32_t abi;          /* SYSHAX_OPERATOR_ABI */
   uint32_t struct_size;  /* sizeof(syshax_format) as the author compiled it */
   const char* name;      /* "bf16", "fp16", "q8_0", "q4_0", ... */
-  uint32_t block_values; /* values in one block: 1 or 32 */
-  uint32_t block_bytes;  /* bytes of one block: 2, 2, 34, 18 */
-  /* `values` is a multiple of block_values. src and dst do not overlap, any alignment. */
+  uint32_t block_values; /* values in one block: 1 or 32; 0: a block is a whole row, of any multiple of 64 values */
+  uint32_t block_bytes;  /* bytes of one block: 2, 2, 34, 18; 0 where a block is a whole row */
+  /* `values` is a multiple of block_values; where a block is a whole row, exactly one row. src and dst do not overlap,
+   * any alignment. */
   void (*encode)(const float* src, size_t values, void* dst);
   void (*decode)(const void* src, size_t values, float* dst);
+  /* Bytes of a row of `values` values. NULL (values / block_values * block_bytes) unless a block is a whole row. */
+  size_t (*row_bytes)(size_t values);
 } syshax_format;
+
+/* Bytes that a row of `values` values takes in a format. */
+static inline size_t syshax_row_bytes(const syshax_format* format, size_t values) {
+  return format->row_bytes ? format->row_bytes(values) : values / format->block_values * format->block_bytes;
+}
 
 #ifdef __cplusplus
 }

@@ -58,7 +58,7 @@ static void run(const syshax_matmul_args* args) {
 }
 
 static const syshax_format format = {
-    BREAK == 1 ? SYSHAX_OPERATOR_ABI + 1 : SYSHAX_OPERATOR_ABI, sizeof(syshax_format), "ex8", 1, 1, encode, decode,
+    BREAK == 1 ? SYSHAX_OPERATOR_ABI + 1 : SYSHAX_OPERATOR_ABI, sizeof(syshax_format), "ex8", 1, 1, encode, decode, 0,
 };
 static const syshax_packing packing = {
     SYSHAX_OPERATOR_ABI,
@@ -74,7 +74,7 @@ static const syshax_packing packing = {
     unpack,
 };
 static const syshax_activation activation = {SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "f32", row_bytes,
-                                             pack_activation};
+                                             pack_activation, 0};
 static const syshax_kernel kernel = {
     SYSHAX_OPERATOR_ABI,
     BREAK == 6 ? 8 : sizeof(syshax_kernel),
