@@ -62,6 +62,8 @@ py::dict from_geometry(const MoeGeometry& geometry) {
                   py::arg("intermediate_size") = geometry.intermediate_size, py::arg("top_k") = geometry.top_k);
 }
 
+}  // namespace
+
 std::vector<NodePlan> to_plan(const std::vector<py::dict>& nodes) {
   std::vector<NodePlan> plan;
   for (const py::dict& node : nodes)
@@ -69,6 +71,8 @@ std::vector<NodePlan> to_plan(const std::vector<py::dict>& nodes) {
                     field<double>(node, "share")});
   return plan;
 }
+
+namespace {
 
 // ---- Model ------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from syshax.errors import SyshaxError
-from syshaxd.bench import moe, ring
+from syshaxd.bench import limits, moe, ring
+from syshaxd.bench.timing import QUIET_CPUS
+from syshaxd.core import compiled_core, core_errors
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -36,6 +38,34 @@ def errors_for_people() -> Iterator[None]:
         raise typer.Exit(error.exit_code) from error
 
 
+@app.command("limits")
+def limits_command(
+    threads: Annotated[
+        int, typer.Option(min=0, max=4096, help="Threads over all nodes; 0: as many as may be used.")
+    ] = 0,
+    isa: Annotated[str, typer.Option(envvar="SYSHAX_ISA", help="Cap on the instruction set.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.0, max=60.0, help="Time to spend on each limit.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """What this machine can do at most: bytes read a second, and operations a second by type of number."""
+    with errors_for_people():
+        core = compiled_core()
+        with core_errors(core):
+            record = limits.measured(limits.LimitMeter(core, moe.make_bench_plan(core, threads), isa), seconds)
+    if as_json:
+        print(json.dumps(record))
+        return
+    result = Table(title=f"{record['cpu']}, {record['isa']}, {record['threads']} threads on {record['nodes']} nodes")
+    result.add_column("limit")
+    result.add_column("G/s", justify="right")
+    result.add_column("reached by")
+    for limit, field in limits.FIELDS.items():
+        result.add_row(field, f"{record[field]:.1f}", record["winners"][limit])  # type: ignore[literal-required]
+    Console(width=None if sys.stdout.isatty() else 120).print(result)
+    if record["others"] > QUIET_CPUS:
+        print(busy_note(record["others"]), file=sys.stderr)
+
+
 @app.command("moe")
 def moe_command(
     shape: Annotated[
@@ -50,17 +80,23 @@ def moe_command(
     isa: Annotated[str, typer.Option(envvar="SYSHAX_ISA", help="Cap on the instruction set.")] = "",
     seconds: Annotated[float, typer.Option(min=0.0, help="Time to spend on each point.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of weights, activations and routing.")] = 0,
+    with_limits: Annotated[
+        bool, typer.Option("--limits/--no-limits", help="Measure the machine's limits beside each point.")
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """The MoE layer: time, bytes of weights read and operations per second (medians), for each number of tokens."""
     with errors_for_people():
-        options = moe.Options(shape, format, moe.parse_tokens(tokens), threads, dtype, isa, seconds, seed)
+        options = moe.Options(shape, format, moe.parse_tokens(tokens), threads, dtype, isa, seconds, seed, with_limits)
         records = moe.run(options)
         if as_json:
             for record in records:
                 print(json.dumps(record), flush=True)
         else:
-            Console(width=None if sys.stdout.isatty() else 120).print(table(options, list(records)))
+            done = list(records)
+            Console(width=None if sys.stdout.isatty() else 120).print(table(options, done))
+            for note in notes(done):
+                print(note, file=sys.stderr)
 
 
 @app.command("ring")
@@ -86,18 +122,35 @@ def ring_command(
     Console(width=None if sys.stdout.isatty() else 120).print(result)
 
 
+def busy_note(cpus: float) -> str:
+    return f"note: other processes kept {cpus:.1f} CPUs busy; figures of a busy machine say little"
+
+
+def notes(records: list[moe.Record]) -> list[str]:
+    """What must be known to read the figures."""
+    found = [
+        f"note: {record['tokens']} tokens exceeded the {record['raised']} limit that was measured, and raised it"
+        for record in records
+        if record["raised"]
+    ]
+    busiest = max(record["others"] for record in records)
+    return found + ([] if all(record["quiet"] for record in records) else [busy_note(busiest)])
+
+
 def table(options: moe.Options, records: list[moe.Record]) -> Table:
     first = records[0]
     title = f"{options.shape}, {options.format}, {options.dtype}, {first['threads']} threads on {first['nodes']} nodes"
     result = Table(title=title)
-    for heading in ("tokens", "ms", "weights GB/s", "GFLOP/s", "busy", "calls", "kernel"):
+    for heading in ("tokens", "ms", "weights GB/s", "GFLOP/s", "of limit", "busy", "calls", "kernel"):
         result.add_column(heading, justify="left" if heading == "kernel" else "right")
     for record in records:
+        share = record["limit_share"]
         result.add_row(
             str(record["tokens"]),
             f"{record['ms']:.3f}",
             f"{record['weight_gb_s']:.1f}",
             f"{record['gflop_s']:.1f}",
+            "" if share is None else f"{share:.0%} {record['limit']}",
             f"{record['busy']:.0%}",
             str(record["calls"]),
             record["kernel"],

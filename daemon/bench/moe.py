@@ -2,24 +2,24 @@
 
 The layer is the product's own: plan, pools, kernels and arenas as the daemon would make them, random weights. What is
 timed is `Model.forward`. The weights are at least eight times the last-level caches, so that decoding reads memory.
+Before and after each point the machine's limits are measured, so that a point's share of them is of the same minute.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from syshax.errors import InvalidArgumentError
+from syshaxd.bench import limits
+from syshaxd.bench.limits import FIELDS, LimitMeter
 from syshaxd.bench.routing import Routing
+from syshaxd.bench.timing import time_calls
 from syshaxd.config import ComputeConfig
 from syshaxd.core import Core, GeometryDict, compiled_core, core_errors
 from syshaxd.machine import Machine
@@ -29,7 +29,8 @@ SHAPES = {"qwen3-30b-a3b": (2048, 768, 128, 8), "deepseek-v3": (7168, 2048, 16, 
 """hidden_size, intermediate_size, experts, top_k."""
 DTYPES = ("float32", "float16", "bfloat16")
 CACHE_MULTIPLE = 8
-MIN_CALLS, WARMUP_CALLS = 5, 2
+LIMIT_PART, MAX_LIMIT_SECONDS = 0.25, 0.25
+"""A limit is measured for this part of a point's time, at most so long."""
 
 
 class Record(TypedDict):
@@ -50,6 +51,21 @@ class Record(TypedDict):
     ms_min: float
     busy: float
     """Part of the threads' time that was spent computing, not waiting for each other."""
+    quiet: bool
+    """Whether other processes left the CPUs alone in the calls that the medians are from."""
+    others: float
+    """CPUs that other processes kept busy meanwhile."""
+    weight_bytes: int
+    operations: int
+    """Of one call; a product and its sum are two."""
+    limit: str | None
+    """What holds this point at best: "read", or the operations "fp32", "bf16", "int8"; None: no limits measured."""
+    limit_share: float | None
+    """Time that this limit predicts, divided by the time measured."""
+    limits: dict[str, float] | None
+    """The limits measured right before and after, by the names of `bench limits`, and never below this point."""
+    raised: str | None
+    """The limit that this point exceeded and so raised."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,7 @@ class Options:
     isa: str = ""
     seconds: float = 1.0
     seed: int = 0
+    limits: bool = True
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:
@@ -88,46 +105,27 @@ def parse_tokens(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def last_level_cache_bytes(cpus: frozenset[int], root: Path = Path("/")) -> int:
-    """Sum over the distinct last-level caches of these CPUs; 32 MiB where the kernel does not say."""
-    caches: dict[tuple[int, str], int] = {}
-    for cpu in cpus:
-        levels: dict[int, tuple[str, int]] = {}
-        for index in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
-            size = (index / "size").read_text().strip()
-            shared = (index / "shared_cpu_list").read_text().strip()
-            levels[int((index / "level").read_text())] = (shared, int(size.removesuffix("K")) * 1024)
-        if levels:
-            level = max(levels)
-            caches[level, levels[level][0]] = levels[level][1]
-    return sum(caches.values()) or 32 << 20
-
-
-@contextmanager
-def calling_thread_on(cpus: Sequence[int]) -> Iterator[None]:
-    """The calling thread computes as the first node's first thread: it runs where the plan has that thread."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cpus[:1])
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+def make_bench_plan(core: Core, threads: int) -> Plan:
+    """The plan that the daemon would make; call it before any thread is pinned."""
+    return make_plan(core.topology(), ComputeConfig(threads=threads), Machine.read())
 
 
 class MoeBench:
     """A loaded model and what is needed to time it."""
 
-    def __init__(self, core: Core, options: Options) -> None:
+    def __init__(self, core: Core, options: Options, plan: Plan, meter: LimitMeter | None = None) -> None:
+        """`meter`: measures the limits with the same plan; None: shares are not wanted."""
         self._options = options
         self._hidden, self._intermediate, self._experts, self._top_k = parse_shape(options.shape)
         if options.dtype not in DTYPES:
             raise InvalidArgumentError(f'dtype "{options.dtype}" is none of {", ".join(DTYPES)}')
-        self._plan = make_plan(core.topology(), ComputeConfig(threads=options.threads), Machine.read())
+        self._plan, self._meter = plan, meter
+        self._now: dict[str, float] = {}
         values, size = cast(tuple[int, int], cast(Any, core).format_blocks(options.format))
         self._expert_bytes = 3 * self._hidden * self._intermediate // values * size
-        self._layers = self._enough_layers(last_level_cache_bytes(self._plan.cpus))
-        nodes = [node.as_core_plan() for node in self._plan.nodes]
-        self._runtime = core.Runtime(nodes, options.isa, self._plan.spin_us, "auto", 1024)
+        self._layers = self._enough_layers(limits.last_level_cache_bytes(plan.cpus))
+        nodes = [node.as_core_plan() for node in plan.nodes]
+        self._runtime = core.Runtime(nodes, options.isa, plan.spin_us, "auto", 1024)
         self._model = cast(Any, self._runtime.create_model("bench", self._geometry(), options.format))
         self._model.fill_random(options.seed)
         self._model.seal()
@@ -149,34 +147,40 @@ class MoeBench:
         }
 
     def point(self, tokens: int) -> Record:
-        """Times calls for about `seconds`, at least MIN_CALLS of them; medians."""
+        """Times calls for about `seconds`; medians."""
+        before = self._now or self._measure_limits()
+        record = self._time(tokens)
+        self._now = self._measure_limits()
+        if self._meter is not None:
+            hold_against(record, {name: max(before[name], self._now[name]) for name in before}, self._meter)
+        return record
+
+    def _time(self, tokens: int) -> Record:
         rng = np.random.default_rng(self._options.seed)
         routing = Routing(self._layers, self._experts, self._top_k, self._options.seed)
         hidden = in_dtype(rng.standard_normal((tokens, self._hidden), np.float32), self._options.dtype)
         weights = np.full((tokens, self._top_k), 1.0 / self._top_k, np.float32)
-        times: list[float] = []
-        rates: list[float] = []
-        busy_before, begin = 0, 0.0
-        for call in range(1 << 20):
-            if call == WARMUP_CALLS:
-                busy_before, begin = self._busy_ns(), time.perf_counter()
-            if call >= WARMUP_CALLS + MIN_CALLS and time.perf_counter() - begin > self._options.seconds:
-                break
+        computing = 0.0
+
+        def call() -> tuple[float, float]:
+            nonlocal computing
             layer, ids = routing.next(tokens)
-            started = time.perf_counter()
+            begin = time.perf_counter()
             self._model.forward(layer, hidden, ids, weights, self._options.dtype)
-            elapsed = time.perf_counter() - started
-            if call >= WARMUP_CALLS:
-                times.append(elapsed)
-                rates.append(len(np.unique(ids)) * self._expert_bytes / elapsed)
-        busy = (self._busy_ns() - busy_before) / 1e9 / (sum(times) * self._plan.threads)
-        flop = 2 * 3 * self._hidden * self._intermediate * tokens * self._top_k
-        median = statistics.median(times)
+            elapsed = time.perf_counter() - begin
+            computing += elapsed
+            return elapsed, len(np.unique(ids)) * self._expert_bytes
+
+        busy_before = self._busy_ns()
+        with limits.calling_thread_on(self._plan.nodes[0].cpus):
+            timing = time_calls(call, self._options.seconds)
+        busy = (self._busy_ns() - busy_before) / 1e9 / (computing * self._plan.threads)
+        operations = 2 * 3 * self._hidden * self._intermediate * tokens * self._top_k
         return {
             "tokens": tokens,
-            "ms": round(median * 1e3, 4),
-            "weight_gb_s": round(statistics.median(rates) / 1e9, 2),
-            "gflop_s": round(flop / median / 1e9, 2),
+            "ms": round(timing.seconds * 1e3, 4),
+            "weight_gb_s": round(timing.touched_per_second / 1e9, 2),
+            "gflop_s": round(operations / timing.seconds / 1e9, 2),
             "kernel": self._model.kernels()[self._options.dtype],
             "shape": self._options.shape,
             "format": self._options.format,
@@ -184,10 +188,24 @@ class MoeBench:
             "threads": self._plan.threads,
             "nodes": len(self._plan.nodes),
             "layers": self._layers,
-            "calls": len(times),
-            "ms_min": round(min(times) * 1e3, 4),
+            "calls": timing.calls,
+            "ms_min": round(timing.shortest * 1e3, 4),
             "busy": round(busy, 3),
+            "quiet": timing.quiet,
+            "others": round(timing.others, 2),
+            "weight_bytes": int(timing.touched),
+            "operations": operations,
+            "limit": None,
+            "limit_share": None,
+            "limits": None,
+            "raised": None,
         }
+
+    def _measure_limits(self) -> dict[str, float]:
+        if self._meter is None:
+            return {}
+        seconds = min(LIMIT_PART * self._options.seconds, MAX_LIMIT_SECONDS)
+        return self._meter.measure(["read", limits.peak_of(self._options.format)], seconds)
 
     def _busy_ns(self) -> int:
         return sum(int(nanoseconds) for nanoseconds in self._runtime.stats()["busy_ns"])
@@ -200,11 +218,27 @@ def in_dtype(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
     return values.astype(dtype)
 
 
+def hold_against(record: Record, now: dict[str, float], meter: LimitMeter) -> None:
+    """Fills in the record's share of these limits. A point above a limit raises it, in the record and in the meter."""
+    peak = limits.peak_of(record["format"])
+    by = f"{record['kernel']}, {record['shape']}, {record['tokens']} tokens"
+    for limit, reached in (("read", record["weight_gb_s"]), (peak, record["gflop_s"])):
+        meter.raise_to(limit, reached, by)
+        if reached > now[FIELDS[limit]]:
+            now[FIELDS[limit]] = reached
+            record["raised"] = limit
+    share, record["limit"] = limits.share_of_limit(
+        record["ms"], record["weight_bytes"], record["operations"], peak, now
+    )
+    record["limit_share"] = round(share, 3)
+    record["limits"] = {name: round(value, 2) for name, value in now.items()}
+
+
 def run(options: Options) -> Iterator[Record]:
     """One record for each number of tokens, as it is measured. Raises SyshaxError."""
     core = compiled_core()
     with core_errors(core):
-        bench = MoeBench(core, options)
-        with calling_thread_on(bench.plan.nodes[0].cpus):
-            for tokens in options.tokens:
-                yield bench.point(tokens)
+        plan = make_bench_plan(core, options.threads)
+        bench = MoeBench(core, options, plan, LimitMeter(core, plan, options.isa) if options.limits else None)
+        for tokens in options.tokens:
+            yield bench.point(tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +13,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from syshax.errors import InvalidArgumentError
-from syshaxd.bench import moe
+from syshaxd.bench import limits, moe
 from syshaxd.bench.app import app
 from syshaxd.bench.routing import Routing
 
 
 @pytest.fixture(autouse=True)
 def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "last_level_cache_bytes", lambda cpus: 1 << 17)
+    monkeypatch.setattr(limits, "last_level_cache_bytes", lambda cpus: 1 << 17)
 
 
 def bench(*arguments: str) -> Any:
@@ -42,6 +41,17 @@ def test_json_records(format: str) -> None:
         assert record["gflop_s"] == pytest.approx(flop / record["ms"] / 1e6, rel=0.05, abs=0.01)
         assert record["layers"] * 8 * 3 * 128 * 64 >= 8 << 17 or format in ("bf16", "fp16")
         assert 0 < record["busy"] <= 1.05
+        assert 0 < record["limit_share"] <= 1.001
+        assert record["limit"] in ("read", limits.peak_of(format))
+        assert record["limits"]["read_gb_s"] >= record["weight_gb_s"]
+        assert record["limits"][limits.FIELDS[limits.peak_of(format)]] >= record["gflop_s"]
+
+
+def test_limits_can_be_left_out() -> None:
+    done = bench("--tokens", "2", "--threads", "1", "--no-limits", "--json")
+    record = json.loads(done.stdout)
+    assert record["ms"] > 0
+    assert record["limit_share"] is record["limit"] is record["limits"] is record["raised"] is None
 
 
 def test_a_table_by_default() -> None:
@@ -105,20 +115,3 @@ def test_shapes() -> None:
     assert moe.parse_shape("64x32x4x2") == (64, 32, 4, 2)
     with pytest.raises(InvalidArgumentError, match="64x32x4x-2"):
         moe.parse_shape("64x32x4x-2")
-
-
-def lay_out_cache(root: Path, cpu: int, level: int, size: str, shared: str) -> None:
-    folder = root / f"sys/devices/system/cpu/cpu{cpu}/cache/index{level}"
-    folder.mkdir(parents=True)
-    for name, text in (("level", str(level)), ("size", size), ("shared_cpu_list", shared)):
-        (folder / name).write_text(text + "\n")
-
-
-def test_last_level_caches_are_counted_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    for cpu in range(4):
-        lay_out_cache(tmp_path, cpu, 2, "512K", str(cpu))
-        lay_out_cache(tmp_path, cpu, 3, "32768K", "0-1" if cpu < 2 else "2-3")
-    assert moe.last_level_cache_bytes(frozenset({0, 1}), tmp_path) == 32 << 20
-    assert moe.last_level_cache_bytes(frozenset({1, 2, 3}), tmp_path) == 64 << 20
-    assert moe.last_level_cache_bytes(frozenset({9}), tmp_path) == 32 << 20
