@@ -37,7 +37,7 @@ constexpr NamedFeature kFeatures[] = {
     {SYSHAX_CPU_NEON, "neon"},
     {SYSHAX_CPU_DOTPROD, "dotprod"},
     {SYSHAX_CPU_I8MM, "i8mm"},
-    {SYSHAX_CPU_ARM_BF16, "arm_bf16"},
+    {SYSHAX_CPU_ARM_BF16, "armbf16"},
 };
 
 // One step of an architecture's ladder: the feature that makes it, and what else a cap to it allows on top of the
@@ -53,16 +53,19 @@ constexpr IsaStep kSteps[] = {
     {"scalar", 0, 0},
     {"neon", SYSHAX_CPU_NEON, 0},
     {"dotprod", SYSHAX_CPU_DOTPROD, 0},
-    {"i8mm", SYSHAX_CPU_I8MM, SYSHAX_CPU_ARM_BF16},
+    {"i8mm", SYSHAX_CPU_I8MM, 0},
+    {"armbf16", SYSHAX_CPU_ARM_BF16, 0},
 };
 
 uint64_t read_hardware() {
   const unsigned long caps = getauxval(AT_HWCAP), caps2 = getauxval(AT_HWCAP2);
+  constexpr unsigned long kAsimd = 1ul << 1, kAsimdDp = 1ul << 20;  // AT_HWCAP
+  constexpr unsigned long kI8mm = 1ul << 13, kBf16 = 1ul << 14;     // AT_HWCAP2
   uint64_t bits = 0;
-  if (caps & (1ul << 1)) bits |= SYSHAX_CPU_NEON;
-  if (caps & (1ul << 20)) bits |= SYSHAX_CPU_DOTPROD;
-  if (caps2 & (1ul << 13)) bits |= SYSHAX_CPU_I8MM;
-  if (caps2 & (1ul << 14)) bits |= SYSHAX_CPU_ARM_BF16;
+  if (caps & kAsimd) bits |= SYSHAX_CPU_NEON;
+  if (caps & kAsimdDp) bits |= SYSHAX_CPU_DOTPROD;
+  if (caps2 & kI8mm) bits |= SYSHAX_CPU_I8MM;
+  if (caps2 & kBf16) bits |= SYSHAX_CPU_ARM_BF16;
   return bits;
 }
 #elif defined(__x86_64__)

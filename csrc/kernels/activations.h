@@ -17,6 +17,7 @@ namespace syshax {
 extern const syshax_activation activation_f32_scalar, activation_q8_scalar;
 extern const syshax_activation activation_q8_avx2;
 extern const syshax_activation activation_q8_avx512, activation_bf16_avx512;
+extern const syshax_activation activation_q8_neon, activation_bf16_neon;
 
 static inline size_t round_to_64(size_t bytes) { return (bytes + 63) / 64 * 64; }
 

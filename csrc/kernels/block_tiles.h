@@ -12,6 +12,7 @@ template <class Weights>
 struct BlockTile {
   using F = Vec::F;
   using I = Vec::I;
+  using Sum = decltype(Weights::begin(0));
   static constexpr int kPanelVecs = int(kPanelRows) / Vec::kLanes;
   static constexpr int kGroups = 8 / Weights::kParts;  // of 64 bytes in a panel's block
   static constexpr int kMaxTokens = Weights::kTokens;
@@ -32,9 +33,9 @@ struct BlockTile {
 
   // Four k (of each part) of all rows and tokens.
   template <int Part, int R, int T>
-  static void multiply(I (&sum)[R][T], const char* group, size_t panel_bytes, const Rows<T>& rows, size_t k) {
+  static void multiply(Sum (&sum)[R][T], const char* group, size_t panel_bytes, const Rows<T>& rows, size_t k) {
     decltype(Weights::template get<Part>(group)) w[R];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       w[r] = Weights::template get<Part>(group + r / kPanelVecs * panel_bytes + r % kPanelVecs * (Vec::kLanes * 4));
     }
@@ -43,7 +44,7 @@ struct BlockTile {
       int32_t four;
       __builtin_memcpy(&four, rows.q[t] + k + Part * 16, 4);
       const I x = Vec::set1i(four);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) sum[r][t] = Weights::dot(sum[r][t], w[r], x);
     }
   }
@@ -51,20 +52,20 @@ struct BlockTile {
   template <int R, int T>
   static void block(F (&acc)[R][T], const char* groups, const char* scales, size_t panel_bytes, const Rows<T>& rows,
                     size_t index) {
-    I sum[R][T];
+    Sum sum[R][T];
 #pragma GCC unroll 12
     for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) sum[r][t] = Weights::begin(rows.sums[t][index]);
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) {
       multiply<0, R, T>(sum, groups + g * kGroupBytes, panel_bytes, rows, index * 32 + g * 4);
       if constexpr (Weights::kParts == 2) {
         multiply<1, R, T>(sum, groups + g * kGroupBytes, panel_bytes, rows, index * 32 + g * 4);
       }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const F w_scale = Vec::load_fp16(scales + r / kPanelVecs * panel_bytes + r % kPanelVecs * (Vec::kLanes * 2));
 #pragma GCC unroll 12
@@ -85,7 +86,7 @@ struct BlockTile {
       rows.q[t] = static_cast<const int8_t*>(place.activations[t]);
       rows.scales[t] = q8_scales(place.activations[t], place.k_padded);
       rows.sums[t] = q8_sums(place.activations[t], place.k_padded);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) acc[r][t] = Vec::zero();
     }
     const char* step = place.panel;
@@ -97,7 +98,7 @@ struct BlockTile {
     }
 #pragma GCC unroll 12
     for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) Vec::store(place.out + t * place.out_stride + r * Vec::kLanes, acc[r][t]);
     }
   }

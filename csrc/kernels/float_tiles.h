@@ -12,7 +12,7 @@ struct FloatTile {
   static constexpr int kPanelVecs = int(kPanelRows) / Vec::kLanes;
   static constexpr int kVecBytes = Vec::kLanes * Weights::kLaneBytes;
   static constexpr int kSums = Vec::kRegisters * 3 / 4;
-  static constexpr int kMaxTokens = kSums / 2;
+  static constexpr int kMaxTokens = kSums / (kPanelVecs > 2 ? kPanelVecs : 2);
 
   static constexpr int panels_for(int tokens) {
     const int fitting = kSums / (kPanelVecs * tokens);
@@ -23,14 +23,14 @@ struct FloatTile {
   template <int Step, int R, int T>
   static void multiply(F (&acc)[R][T], const char* panel, size_t panel_bytes, const void* const (&rows)[T], size_t k) {
     decltype(Weights::template get<Step>(panel)) w[R];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       w[r] = Weights::template get<Step>(panel + r / kPanelVecs * panel_bytes + r % kPanelVecs * kVecBytes);
     }
 #pragma GCC unroll 12
     for (int t = 0; t < T; ++t) {
       const auto a = Weights::template activation<Step>(rows[t], k);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) acc[r][t] = Weights::multiply_add(w[r], a, acc[r][t]);
     }
   }
@@ -43,7 +43,7 @@ struct FloatTile {
 #pragma GCC unroll 12
     for (int t = 0; t < T; ++t) {
       rows[t] = place.activations[t];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) acc[r][t] = Vec::zero();
     }
     const char* panel = place.panel;
@@ -54,7 +54,7 @@ struct FloatTile {
     }
 #pragma GCC unroll 12
     for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int r = 0; r < R; ++r) Vec::store(place.out + t * place.out_stride + r * Vec::kLanes, acc[r][t]);
     }
   }

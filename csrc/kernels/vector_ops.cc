@@ -16,6 +16,8 @@ constexpr Row kRows[] = {
 #if defined(__x86_64__)
     {&vector_ops_avx2, SYSHAX_CPU_AVX2},
     {&vector_ops_avx512, SYSHAX_CPU_AVX512},
+#elif defined(__aarch64__)
+    {&vector_ops_neon, SYSHAX_CPU_NEON},
 #endif
 };
 

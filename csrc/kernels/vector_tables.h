@@ -4,6 +4,6 @@
 
 namespace syshax {
 
-extern const VectorOps vector_ops_scalar, vector_ops_avx2, vector_ops_avx512;
+extern const VectorOps vector_ops_scalar, vector_ops_avx2, vector_ops_avx512, vector_ops_neon;
 
 }  // namespace syshax

@@ -99,10 +99,7 @@ bool ask(syshax_client* client, std::mt19937& random) {
   if (error == SYSHAX_CLIENT_TIMEOUT && timeout_ns == 1000) return true;
   require(error == 0, "client error");
   if (bad || result.status != SYSHAX_RING_OK) {
-    require(
-        result.status == (bad && result.status < SYSHAX_RING_MODEL_GONE ? SYSHAX_RING_BAD_EXPERT_ID : result.status) &&
-            (bad || result.status >= SYSHAX_RING_MODEL_GONE),
-        "status");
+    require(result.status >= SYSHAX_RING_MODEL_GONE || (bad && result.status == SYSHAX_RING_BAD_EXPERT_ID), "status");
     refused.fetch_add(1);
     return true;
   }

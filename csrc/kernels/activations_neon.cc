@@ -1,0 +1,13 @@
+// q8 and bf16 activation rows with NEON.
+#include "kernels/vec_neon.h"
+
+#include "kernels/activations_simd.h"
+
+namespace syshax {
+
+const syshax_activation activation_q8_neon = {SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "q8", q8_row_bytes,
+                                              pack_q8};
+const syshax_activation activation_bf16_neon = {SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "bf16", bf16_row_bytes,
+                                                pack_bf16};
+
+}  // namespace syshax
