@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "c++")
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", f"-I{CSRC}", f"-I{CSRC}/include"]
+ARM = ("_neon", "_dotprod", "_i8mm", "_armbf16")
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 
 
@@ -51,7 +52,7 @@ def _flags_for(source: Path) -> list[str]:
 def compile_emulated_core(folder: Path) -> Path:
     """The extension module _core_emulated: kernels and formats, AVX-512 in software."""
     sources = [*CSRC.glob("format/*.cc"), *CSRC.glob("kernels/*.cc"), CSRC / "base/cpu_features.cc"]
-    sources += [HERE / "emulated/module.cc"]
+    sources = [path for path in sources if not path.stem.endswith(ARM)] + [HERE / "emulated/module.cc"]
     headers = [
         path for folder in ("base", "format", "kernels", "include/syshax") for path in CSRC.glob(f"{folder}/*.h")
     ]

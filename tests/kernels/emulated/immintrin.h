@@ -12,6 +12,7 @@ typedef int32_t __m512bh __attribute__((vector_size(64)));
 typedef int32_t __m256i __attribute__((vector_size(32)));
 typedef int32_t __m128i __attribute__((vector_size(16)));
 using __mmask16 = uint16_t;
+using __mmask64 = uint64_t;
 
 constexpr int _MM_FROUND_TO_NEAREST_INT = 0;
 
@@ -40,6 +41,9 @@ struct Words {
 struct Bytes {
   uint8_t lane[16];
 };
+typedef int8_t Int8s __attribute__((vector_size(64)));
+typedef int16_t Int16s __attribute__((vector_size(64)));
+typedef uint16_t Uint16s __attribute__((vector_size(64)));
 
 SYSHAX_LOOP float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h >> 15) << 31, exponent = h >> 10 & 31, fraction = h & 1023;
@@ -128,6 +132,48 @@ SYSHAX_LOOP int _mm512_reduce_max_epi32(__m512i a) {
   int32_t largest = a[0];
   for (int i = 1; i < 16; ++i) largest = a[i] > largest ? a[i] : largest;
   return largest;
+}
+
+// ---- int8 and int16 ----
+inline __m512i _mm512_set1_epi8(int x) { return _mm512_set1_epi32(int(uint32_t(uint8_t(x)) * 0x01010101u)); }
+inline __m512i _mm512_set1_epi16(int x) { return _mm512_set1_epi32(int(uint32_t(uint16_t(x)) * 0x00010001u)); }
+inline __m512i _mm512_xor_si512(__m512i a, __m512i b) { return a ^ b; }
+inline __m512i _mm512_add_epi16(__m512i a, __m512i b) {
+  return emulated::as<__m512i>(emulated::as<emulated::Uint16s>(a) + emulated::as<emulated::Uint16s>(b));
+}
+SYSHAX_LOOP __m512i _mm512_abs_epi8(__m512i a) {
+  auto bytes = emulated::as<emulated::Int8s>(a);
+  for (int i = 0; i < 64; ++i) bytes[i] = int8_t(bytes[i] < 0 ? -bytes[i] : bytes[i]);
+  return emulated::as<__m512i>(bytes);
+}
+SYSHAX_LOOP __mmask64 _mm512_movepi8_mask(__m512i a) {
+  const auto bytes = emulated::as<emulated::Int8s>(a);
+  __mmask64 mask = 0;
+  for (int i = 0; i < 64; ++i) mask |= uint64_t(bytes[i] < 0) << i;
+  return mask;
+}
+SYSHAX_LOOP __m512i _mm512_mask_sub_epi8(__m512i otherwise, __mmask64 k, __m512i a, __m512i b) {
+  const auto x = emulated::as<emulated::Int8s>(a), y = emulated::as<emulated::Int8s>(b);
+  auto result = emulated::as<emulated::Int8s>(otherwise);
+  for (int i = 0; i < 64; ++i) {
+    if (k >> i & 1) result[i] = int8_t(x[i] - y[i]);
+  }
+  return emulated::as<__m512i>(result);
+}
+// Unsigned bytes of a, signed bytes of b, two products a word, saturated.
+SYSHAX_LOOP __m512i _mm512_maddubs_epi16(__m512i a, __m512i b) {
+  const auto x = emulated::as<emulated::Int8s>(a), y = emulated::as<emulated::Int8s>(b);
+  emulated::Int16s words{};
+  for (int i = 0; i < 32; ++i) {
+    const int sum = uint8_t(x[2 * i]) * y[2 * i] + uint8_t(x[2 * i + 1]) * y[2 * i + 1];
+    words[i] = int16_t(sum > 32767 ? 32767 : sum < -32768 ? -32768 : sum);
+  }
+  return emulated::as<__m512i>(words);
+}
+SYSHAX_LOOP __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
+  const auto x = emulated::as<emulated::Int16s>(a), y = emulated::as<emulated::Int16s>(b);
+  for (int i = 0; i < 16; ++i) a[i] = x[2 * i] * y[2 * i] + x[2 * i + 1] * y[2 * i + 1];
+  return a;
 }
 
 // ---- conversions ----
