@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-test model demo test test-fast check format bench docs clean
+.PHONY: help system setup setup-test setup-bench model demo test test-fast check format bench docs clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -53,10 +53,11 @@ format:
 	@$(VENV)/bin/ruff check --fix client daemon tests setup.py
 	@$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc')
 
-bench: setup  ## kernels and ring on this machine
-	@mkdir -p bench-results
-	@$(VENV)/bin/syshaxd bench moe --shape qwen3-30b-a3b --format q8_0 --tokens 1,16,256 --threads $(JOBS)
-	@$(VENV)/bin/syshaxd bench ring
+setup-bench: setup
+	@$(BOOTSTRAP) venv bench
+
+bench: setup-bench  ## everything measured and held against what it must reach (QUICK=1: minutes); plot in bench-results/
+	@$(VENV)/bin/syshaxd bench all $(if $(QUICK),--quick) $(BENCH_OPTIONS)
 
 clean:  ## remove everything that was built, the virtual environment too
 	rm -rf $(VENV) build .demo bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

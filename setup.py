@@ -63,7 +63,7 @@ if not CLIENT_ONLY:
 setup(
     packages=packages,
     package_dir={"syshax": "client", "syshaxd": "daemon"},
-    package_data={"syshax": ["py.typed"], "syshaxd": ["py.typed", "*.pyi"]},
+    package_data={"syshax": ["py.typed"], "syshaxd": ["py.typed", "*.pyi", "bench/targets.toml"]},
     ext_modules=[Extension("syshaxd._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
 )

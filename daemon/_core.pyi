@@ -55,6 +55,7 @@ def format_row_bytes(format: str, values: int) -> int:
 
 def encode(format: str, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     """The blocks of one row, or of the rows of a matrix, one after the other."""
+
 def decode(format: str, blocks: npt.NDArray[np.uint8], values: int) -> npt.NDArray[np.float32]: ...
 
 class KernelDict(TypedDict):

@@ -3,7 +3,7 @@
 # nothing when its work is done.
 #
 #   bootstrap.sh system           check the system, install missing system packages
-#   bootstrap.sh venv [test]      make .venv with everything pinned in packaging/requirements/
+#   bootstrap.sh venv [test|bench]  make .venv with everything pinned in packaging/requirements/
 #   bootstrap.sh core             build and install syshax itself into .venv
 #   bootstrap.sh model            make the demo model
 #
@@ -130,11 +130,14 @@ stage_venv() {
         "$VENV/bin/python" -m compileall -q -j "$JOBS" "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" >/dev/null 2>&1 || true
         checksum $files >"$VENV/.base"
     fi
-    if [ "${1:-}" = test ] && ! fresh test $REQUIREMENTS/test.txt; then
-        say "installing test tools"
-        "$VENV/bin/pip" install --quiet --no-deps -r $REQUIREMENTS/test.txt
-        checksum $REQUIREMENTS/test.txt >"$VENV/.test"
-    fi
+    case "${1:-}" in test|bench)
+        if ! fresh "$1" "$REQUIREMENTS/$1.txt"; then
+            say "installing what $REQUIREMENTS/$1.txt lists"
+            "$VENV/bin/pip" install --quiet --no-deps -r "$REQUIREMENTS/$1.txt" ||
+                die "the packages of $REQUIREMENTS/$1.txt could not be installed" "pip's message is above"
+            checksum "$REQUIREMENTS/$1.txt" >"$VENV/.$1"
+        fi
+    esac
 }
 
 stage_core() {

@@ -17,6 +17,7 @@ LISTS = {
     "demo.txt": "The demo model and what reads it",
     "build.txt": "Needed to build",
     "test.txt": "Needed to test",
+    "bench.txt": "Needed to draw the benchmarks' plot",
 }
 SYSTEM = [
     ("hwloc", "BSD-3-Clause", "linked by the core"),

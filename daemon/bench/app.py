@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from syshax.errors import SyshaxError
-from syshaxd.bench import limits, moe, ring
+from syshaxd.bench import limits, moe, reports, ring, suite
 from syshaxd.bench.timing import QUIET_CPUS
 from syshaxd.core import compiled_core, core_errors
+
+Operators = Annotated[list[str] | None, typer.Option(help="Path of an operator library; may be repeated.")]
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -83,11 +86,14 @@ def moe_command(
     with_limits: Annotated[
         bool, typer.Option("--limits/--no-limits", help="Measure the machine's limits beside each point.")
     ] = True,
+    operators: Operators = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
     """The MoE layer: time, bytes of weights read and operations per second (medians), for each number of tokens."""
     with errors_for_people():
-        options = moe.Options(shape, format, moe.parse_tokens(tokens), threads, dtype, isa, seconds, seed, with_limits)
+        options = moe.Options(
+            shape, format, moe.parse_tokens(tokens), threads, dtype, isa, seconds, seed, with_limits, operators or ()
+        )
         records = moe.run(options)
         if as_json:
             for record in records:
@@ -97,6 +103,49 @@ def moe_command(
             Console(width=None if sys.stdout.isatty() else 120).print(table(options, done))
             for note in notes(done):
                 print(note, file=sys.stderr)
+
+
+@app.command("all")
+def all_command(
+    output: Annotated[Path, typer.Option(help="Folder for the record (JSON) and the plot (PNG).")] = Path(
+        "bench-results"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer points and less time for each: minutes.")] = False,
+    shapes: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(moe.SHAPES),
+    formats: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(suite.FORMATS),
+    tokens: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(map(str, suite.TOKENS)),
+    threads: Annotated[str, typer.Option(help="Numbers of threads, separated by commas.")] = "1,2",
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Time to spend on each point; 0: 1 second, quick 0.35.")
+    ] = 0.0,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the peers that are installed.")] = True,
+    operators: Operators = None,
+) -> None:
+    """Everything in one run, held against what it must reach: exit status 1 when a figure falls short."""
+    with errors_for_people():
+        reports.prepare(output)
+        for shape in shapes.split(","):
+            moe.parse_shape(shape)
+        options = suite.Options(
+            shapes.split(","),
+            formats.split(","),
+            moe.parse_tokens(tokens),
+            moe.parse_tokens(threads),
+            seconds or (0.35 if quick else 1.0),
+            quick,
+            peers,
+            operators or (),
+        )
+        document = suite.run(options, lambda line: print(line, flush=True))
+        for path in reports.write(document, output):
+            print(f"wrote {path}")
+    for name, reason in document["peers_absent"].items():
+        print(f"no comparison with {name}: {reason}")
+    if not document["quiet"]:
+        print(f"note: only {document['quiet_part']:.0%} of the figures are from quiet moments of this machine")
+    print(document["line"], flush=True)
+    if document["falls_short"]:
+        raise typer.Exit(1)
 
 
 @app.command("ring")

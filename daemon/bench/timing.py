@@ -16,6 +16,8 @@ from pathlib import Path
 SAMPLE_SECONDS = 0.1
 QUIET_CPUS = 0.15
 """A sample is quiet when others took less than this part of one CPU."""
+LONG_SECONDS = 1.0
+"""A call so long is a measurement even when it is the first."""
 ENOUGH_QUIET = 3
 PATIENCE = 3
 """How many times `seconds` may pass in waiting for quiet samples."""
@@ -107,11 +109,12 @@ def one_sample(call: Call) -> Sample:
 
 
 def time_calls(call: Call, seconds: float) -> Timing:
-    """Calls for about `seconds`, after one or two calls that do not count; longer while it is not quiet."""
-    first, _ = call()
+    """Calls for about `seconds`, after one or two that do not count unless they are long; longer while not quiet."""
+    load = OtherLoad()
+    first, touched = call()
+    samples = [Sample((first,), (touched,), load.cpus())] if first >= LONG_SECONDS else []
     if first < SAMPLE_SECONDS:
         call()
-    samples: list[Sample] = []
     begin = time.perf_counter()
     while True:
         samples.append(one_sample(call))
