@@ -50,6 +50,11 @@ IsaLoops limit_loops_avx2();
 IsaLoops limit_loops_avx512();
 IsaLoops limit_loops_avx512vnni();
 IsaLoops limit_loops_avx512bf16();
+#elif defined(__aarch64__)
+IsaLoops limit_loops_neon();
+IsaLoops limit_loops_dotprod();
+IsaLoops limit_loops_i8mm();
+IsaLoops limit_loops_armbf16();
 #endif
 
 }  // namespace syshax

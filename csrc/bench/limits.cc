@@ -134,12 +134,15 @@ class LimitBench::Impl {
   }
 
   static std::vector<IsaLoops> all_loops() {
-    return {
-      limit_loops_portable(),
+    std::vector<IsaLoops> loops = {limit_loops_portable()};
 #if defined(__x86_64__)
-          limit_loops_avx2(), limit_loops_avx512(), limit_loops_avx512vnni(), limit_loops_avx512bf16(),
+    for (const auto isa : {limit_loops_avx2, limit_loops_avx512, limit_loops_avx512vnni, limit_loops_avx512bf16})
+      loops.push_back(isa());
+#elif defined(__aarch64__)
+    for (const auto isa : {limit_loops_neon, limit_loops_dotprod, limit_loops_i8mm, limit_loops_armbf16})
+      loops.push_back(isa());
 #endif
-    };
+    return loops;
   }
 
   double timed(ThreadPool::Job job, Work& work) {
