@@ -22,13 +22,9 @@ ATTACH_MESSAGE_BYTES = 16384
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 
-class WeightFormat(StrEnum):
-    """How the daemon stores expert weights."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    Q8_0 = "q8_0"
-    Q4_0 = "q4_0"
+WeightFormat = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
+"""How the daemon stores expert weights: one of its own formats, or one of an operator library that it has loaded."""
+BUILTIN_FORMATS = ("bf16", "fp16", "q8_0", "q4_0")
 
 
 class Dtype(StrEnum):
@@ -273,11 +269,23 @@ class KernelInfo(Answer):
     vendor: str = "syshax"
 
 
+class OperatorLibrary(Answer):
+    """A file of the operators directory (or the directory itself, where nothing in it may be trusted)."""
+
+    path: str
+    loaded: bool
+    reason: str = ""
+    """Why it was refused; the daemon goes on without it."""
+    formats: list[str] = []
+    kernels: list[str] = []
+
+
 class KernelsAnswer(Answer):
     boot_id: str
     cpu_features: list[str]
     isa: str
     kernels: list[KernelInfo]
+    libraries: list[OperatorLibrary] = []
 
 
 class ConfigAnswer(Answer):

@@ -1,4 +1,5 @@
-"""The command line of syshaxd. Starts the daemon, or checks its configuration, or measures (`syshaxd bench`).
+"""The command line of syshaxd. Starts the daemon, or checks its configuration, measures (`syshaxd bench`), or
+looks at an operator library (`syshaxd operators`).
 
 Exit codes:
   0    stopped in order, or the configuration is good
@@ -25,12 +26,14 @@ from syshax.protocol import DEFAULT_RUNTIME_DIR
 from syshaxd.bench.app import app as bench
 from syshaxd.config_files import DEFAULT_CONFIG, ConfigFiles
 from syshaxd.core import compiled_core
+from syshaxd.operators.app import app as operators
 from syshaxd.server import Options, Server, check_start
 from syshaxd.status import version
 
 DEFAULT_STATE_DIR = "/var/lib/syshax"
 app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
+app.add_typer(operators, name="operators")
 
 
 def default_runtime_dir(user: bool) -> Path:
@@ -95,7 +98,10 @@ def syshaxd(
     options = options_from(config, runtime_dir, state_dir, user)
     try:
         if check_config:
-            plan = check_start(compiled_core(), options.files.load().config)
+            plan, libraries = check_start(compiled_core(), options.files.load().config)
+            for library in libraries:
+                if not library.loaded:
+                    print(f"warning: operator library {library.path} is refused: {library.reason}", file=sys.stderr)
             print(f"ok: {plan.threads} threads on {len(plan.nodes)} nodes")
             return
         code = asyncio.run(serve(options))

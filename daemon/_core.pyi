@@ -76,6 +76,13 @@ def select_kernel_for(format: str, dtype: str, features: list[str]) -> str:
     """The choice on an imaginary CPU with these features. For tests."""
 
 def load_operator_library(path: str) -> None: ...
+def operator_checks() -> dict[str, list[str]]:
+    """The conformance checks by kind, "format" and "kernel", in the order in which they are best run."""
+
+def check_operator(kind: str, name: str, check: str) -> tuple[bool, str]:
+    """One check of one row: whether it passed, and what is wrong or a figure. A row that touches memory which is not
+    its own may end the process."""
+
 def run_kernel(
     kernel: str, blocks: npt.NDArray[np.uint8], rows: int, k: int, activations: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:

@@ -18,8 +18,6 @@ from syshax.protocol import Name, WeightFormat
 from syshaxd.quantities import CpuList, Size
 from syshaxd.settings import Settings
 
-Format = Literal["bf16", "fp16", "q8_0", "q4_0"]
-
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
@@ -35,6 +33,10 @@ def _absolute(value: str) -> str:
     if not Path(value).is_absolute() or "\0" in value:
         raise ValueError("expected an absolute path")
     return value
+
+
+def _absolute_or_empty(value: str) -> str:
+    return _absolute(value) if value else value
 
 
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
@@ -113,9 +115,16 @@ class ComputeConfig(Section):
         ge=1,
         le=65536,
     )
-    operator_libraries: Annotated[tuple[AbsolutePath, ...], Listed, Distinct] = _key(
-        (),
-        "Vendor operator libraries (shared objects exporting syshax_operators_v1), loaded in order at start.",
+
+
+class OperatorsConfig(Section):
+    """Formats and kernels from outside (docs/OPERATORS.md)."""
+
+    directory: Annotated[str, AfterValidator(_absolute_or_empty)] = _key(
+        "/usr/lib64/syshax/operators",
+        "Directory whose operator libraries (*.so) are loaded at start, by name. A library that does not fit, or that "
+        "others than root and the daemon's own user may write to, is refused with the reason and the daemon starts "
+        "without it. Empty: none.",
         live=False,
     )
 
@@ -123,11 +132,13 @@ class ComputeConfig(Section):
 class PrecisionConfig(Section):
     """How weights are stored."""
 
-    default_format: Format = _key(
-        "bf16", "Format of models that are loaded without naming one: bf16, fp16, q8_0 or q4_0.", live=True
+    default_format: WeightFormat = _key(
+        "bf16",
+        "Format of models that are loaded without naming one: bf16, fp16, q8_0, q4_0, or one of an operator library.",
+        live=True,
     )
-    allowed_formats: Annotated[tuple[Format, ...], Listed, Distinct] = _key(
-        ("bf16", "fp16", "q8_0", "q4_0"), "Formats that a load may ask for.", live=True, min_length=1
+    allowed_formats: Annotated[tuple[WeightFormat, ...], Listed, Distinct] = _key(
+        (), "Formats that a load may ask for. Empty: every format that there is.", live=True
     )
 
 
@@ -210,7 +221,7 @@ class ModelConfig(Section):
         live=True,
         examples=["/models/Qwen3-30B-A3B"],
     )
-    format: Format | None = _key(
+    format: WeightFormat | None = _key(
         None, "Format of its weights. Left out: precision.default_format.", live=True, examples=["q4_0"]
     )
     autoload: bool = _key(
@@ -230,6 +241,7 @@ class Config(Section):
     """The whole configuration."""
 
     compute: ComputeConfig = _table(ComputeConfig)
+    operators: OperatorsConfig = _table(OperatorsConfig)
     precision: PrecisionConfig = _table(PrecisionConfig)
     memory: MemoryConfig = _table(MemoryConfig)
     accelerator: AcceleratorConfig = _table(AcceleratorConfig)
@@ -241,16 +253,24 @@ class Config(Section):
     @model_validator(mode="after")
     def _formats_are_allowed(self) -> Self:
         allowed = self.precision.allowed_formats
-        wanted = {"precision.default_format": self.precision.default_format}
-        wanted |= {f"models.{name}.format": model.format for name, model in self.models.items() if model.format}
-        for key, format in wanted.items():
-            if format not in allowed:
+        for key, format in self.named_formats():
+            if not self.allows_format(format):
                 raise ValueError(f"{key} = {format!r} is not among precision.allowed_formats ({', '.join(allowed)})")
         return self
 
+    def named_formats(self) -> Iterator[tuple[str, WeightFormat]]:
+        """Every key that names the format of a model, and the format."""
+        yield "precision.default_format", self.precision.default_format
+        for name, model in self.models.items():
+            if model.format:
+                yield f"models.{name}.format", model.format
+
+    def allows_format(self, format: WeightFormat) -> bool:
+        return not self.precision.allowed_formats or format in self.precision.allowed_formats
+
     def model_format(self, name: str) -> WeightFormat:
         """The format that a configured model is loaded in."""
-        return WeightFormat(self.models[name].format or self.precision.default_format)
+        return self.models[name].format or self.precision.default_format
 
 
 def live_keys() -> Iterator[tuple[str, FieldInfo, bool]]:

@@ -34,10 +34,10 @@ Files, in the order in which they are read; later values win, key by key:
    written by `syshaxctl config set` only
 
 An unknown key, a wrong type or a value out of bounds is an error that names file, key, value and the nearest valid key;
-nothing is guessed. `syshaxd --check-config` checks all files, the ISA cap, operator libraries and the plan of nodes and
-threads, and exits with 0 or 2. `systemctl reload` (SIGHUP) and `syshaxctl config reload` read the files again: live
-keys take effect at once, the others are named as waiting for a restart. Sizes are bytes, or text such as `"512MiB"`,
-`"64GiB"`, `"20GB"`; CPU lists are text such as `"0-3,8"`, or lists of numbers.
+nothing is guessed. `syshaxd --check-config` checks all files, the ISA cap, formats, operator libraries and the plan of
+nodes and threads, and exits with 0 or 2. `systemctl reload` (SIGHUP) and `syshaxctl config reload` read the files
+again: live keys take effect at once, the others are named as waiting for a restart. Sizes are bytes, or text such as
+`"512MiB"`, `"64GiB"`, `"20GB"`; CPU lists are text such as `"0-3,8"`, or lists of numbers.
 """
 
 

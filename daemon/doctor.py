@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from syshax.errors import SyshaxError
-from syshax.protocol import Check, ModelState, WeightFormat
+from syshax.protocol import Check, ModelState
 from syshaxd import loader
 from syshaxd.machine import cpu_quota, meminfo, memory_group_limit, shm_free_bytes
 from syshaxd.quantities import format_cpus, human_size
@@ -60,6 +60,15 @@ def _isa(parts: Parts, reporter: Reporter) -> Iterator[Check]:
     for name, format, dtype, chosen, better in reporter.kernels_not_best():
         text = f"{name} ({format}, {dtype}) uses {chosen}, {better} could be used"
         yield _warning("kernels", text, "load it again")
+
+
+def _operators(parts: Parts, reporter: Reporter) -> Iterator[Check]:
+    for library in parts.libraries:
+        name = f"operators {Path(library.path).name}"
+        if library.loaded:
+            yield _ok(name, f"{len(library.formats)} formats, {len(library.kernels)} kernels from {library.path}")
+        else:
+            yield _warning(name, library.reason, "docs/OPERATORS.md; syshaxd operators check says more")
 
 
 def _cpus(parts: Parts, reporter: Reporter) -> Iterator[Check]:
@@ -132,7 +141,7 @@ def _configured_models(parts: Parts, reporter: Reporter) -> Iterator[Check]:
         else:
             budget = loader.MemoryBudget(config.memory.limit, config.memory.reserve, parts.registry.pool_bytes())
             try:
-                blueprint = loader.inspect(Path(info.path), WeightFormat(info.format))
+                blueprint = loader.inspect(Path(info.path), info.format)
                 blueprint = loader.sized(parts.core, parts.runtime, parts.plan, blueprint)
                 loader.check_memory(parts.core, parts.plan, blueprint, budget)
             except SyshaxError as error:
@@ -180,6 +189,7 @@ def _restart(parts: Parts, reporter: Reporter) -> Iterator[Check]:
 _CHECKS: tuple[Callable[[Parts, Reporter], Iterator[Check]], ...] = (
     _data_plane,
     _isa,
+    _operators,
     _cpus,
     _huge_pages,
     _memory_lock,

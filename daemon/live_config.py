@@ -6,7 +6,7 @@ it is needed); the others keep the value of the start, and are named as needing 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from syshax.errors import ConfigError
@@ -19,8 +19,9 @@ from syshaxd.settings import flatten, nearest_key
 class LiveConfig:
     """`current()` is the configuration in force."""
 
-    def __init__(self, files: ConfigFiles, loaded: Loaded) -> None:
-        self._files, self._loaded = files, loaded
+    def __init__(self, files: ConfigFiles, loaded: Loaded, check: Callable[[Config], None]) -> None:
+        """`check` raises ConfigError for what the schema alone cannot know."""
+        self._files, self._loaded, self._check = files, loaded, check
         self._start = self._current = loaded.config
 
     def current(self) -> Config:
@@ -28,7 +29,9 @@ class LiveConfig:
 
     def reload(self, boot_id: str) -> ConfigChangeAnswer:
         """Reads all files again. Raises ConfigError; then nothing has changed."""
-        return self._adopt(self._files.load(), boot_id)
+        loaded = self._files.load()
+        self._check(loaded.config)
+        return self._adopt(loaded, boot_id)
 
     def set(self, values: Mapping[str, Any], boot_id: str) -> ConfigChangeAnswer:
         """Keeps dotted keys in the state file (None: keeps one no longer) and applies them.
@@ -43,6 +46,7 @@ class LiveConfig:
             else:
                 overrides[key] = value
         loaded = self._files.preview(overrides)
+        self._check(loaded.config)
         before = _flat(self._loaded.config)
         self._files.save_overrides(overrides)
         answer = self._adopt(loaded, boot_id)

@@ -244,7 +244,7 @@ def sized(core: Core, runtime: CoreRuntime, plan: Plan, blueprint: Blueprint) ->
     """The blueprint with its bytes for each node. Raises CheckpointError for a shape the core refuses."""
     with core_errors(core):
         node_bytes = runtime.plan_bytes(
-            blueprint.core_geometry, blueprint.format.value, [node.as_core_plan() for node in plan.nodes]
+            blueprint.core_geometry, blueprint.format, [node.as_core_plan() for node in plan.nodes]
         )
     return Blueprint(**{**blueprint.__dict__, "node_bytes": tuple(node_bytes)})
 
@@ -252,7 +252,7 @@ def sized(core: Core, runtime: CoreRuntime, plan: Plan, blueprint: Blueprint) ->
 def check_memory(core: Core, plan: Plan, blueprint: Blueprint, budget: MemoryBudget) -> None:
     """Raises NoMemoryError, with the numbers, where the limit, a node or the control group has too little."""
     need = sum(blueprint.node_bytes)
-    what = f"{blueprint.path.name} as {blueprint.format.value} needs {human_size(need)}"
+    what = f"{blueprint.path.name} as {blueprint.format} needs {human_size(need)}"
     smaller = "a smaller format (--format q4_0), or unload a model"
     if budget.limit and budget.held + need > budget.limit:
         raise NoMemoryError(
@@ -317,7 +317,7 @@ def load(
     with ExitStack() as stack, core_errors(core):
         sources = _open_sources(core, blueprint, stack)
         progress.stage = "reserving"
-        model = runtime.create_model(name, blueprint.core_geometry, blueprint.format.value)
+        model = runtime.create_model(name, blueprint.core_geometry, blueprint.format)
         try:
             progress.stage = "converting"
             for index, layer in enumerate(blueprint.geometry.layer_ids):

@@ -175,7 +175,7 @@ class Registry:
             if entry.is_for(path, format if request.format or request.path else None):
                 return entry
             raise ModelExistsError(
-                f"{request.name} is {entry.path} as {entry.format.value}, not {path} as {format.value}",
+                f"{request.name} is {entry.path} as {entry.format}, not {path} as {format}",
                 "unload it first, or load under another name",
             )
         return self._start(Entry(request.name, path, format))
@@ -188,20 +188,23 @@ class Registry:
             own = config.model_format(request.name)
             path, format, free = Path(configured.path), request.format or own, request.format in (None, own)
         elif path is not None:
-            format, free = request.format or WeightFormat(config.precision.default_format), False
+            format, free = request.format or config.precision.default_format, False
         elif known is not None:
             path, format, free = known.path, request.format or known.format, known.state is not ModelState.FAILED
         else:
             raise self._unknown(request.name)
         if not administrator and not free:
             raise NotAllowedError(
-                f"only administrators may load {path} as {format.value}",
+                f"only administrators may load {path} as {format}",
                 f"name the model in the configuration, [models.{request.name}], or join the group "
                 f"{config.access.admin_group}",
             )
-        if format.value not in config.precision.allowed_formats:
+        formats = self._core.formats()
+        if format not in formats:
+            raise InvalidArgumentError(f"there is no format {format}", f"formats: {', '.join(formats)}")
+        if not config.allows_format(format):
             allowed = ", ".join(config.precision.allowed_formats)
-            raise InvalidArgumentError(f"the format {format.value} is not allowed here", f"allowed: {allowed}")
+            raise InvalidArgumentError(f"the format {format} is not allowed here", f"allowed: {allowed}")
         return path, format
 
     @staticmethod
@@ -218,7 +221,7 @@ class Registry:
         return entry
 
     async def _load(self, entry: Entry) -> None:
-        log.info("loading %s", entry.name, extra={"path": str(entry.path), "format": entry.format.value})
+        log.info("loading %s", entry.name, extra={"path": str(entry.path), "format": entry.format})
         try:
             entry.model = await asyncio.get_running_loop().run_in_executor(self._thread, self._load_blocking, entry)
         except CancelledError as error:
@@ -273,9 +276,19 @@ class Registry:
             return started
         for name, model in self._config().models.items():
             if model.autoload and name not in self._entries and name not in already:
-                self.load(LoadRequest(name=name), administrator=True)
+                self._autoload(name)
                 started.append(name)
         return started
+
+    def _autoload(self, name: str) -> None:
+        try:
+            self.load(LoadRequest(name=name), administrator=True)
+        except InvalidArgumentError as error:  # its format is gone with the library that had it
+            config = self._config()
+            entry = Entry(name, Path(config.models[name].path), config.model_format(name))
+            self._entries[name] = entry
+            self._fail(entry, str(error))
+            log.warning("loading %s failed: %s", name, error)
 
     # ---------------------------------------------------------------- unloading
 

@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 
 from syshax.errors import ConfigError, HardwareError
-from syshax.protocol import ConfigChangeAnswer, ModelState
+from syshax.protocol import ConfigChangeAnswer, ModelState, OperatorLibrary
 from syshaxd.config import Config
 from syshaxd.config_files import ConfigFiles
 from syshaxd.control.app import make_app
@@ -34,6 +34,7 @@ from syshaxd.live_config import LiveConfig
 from syshaxd.logs import set_up_logging
 from syshaxd.machine import Machine, raise_open_files_limit
 from syshaxd.metrics import metrics_registry
+from syshaxd.operators.libraries import check_formats, load_directory
 from syshaxd.planner import Plan, make_plan
 from syshaxd.quantities import format_cpus
 from syshaxd.registry import Registry
@@ -61,16 +62,18 @@ def isa_cap(config: Config) -> str:
     return os.environ.get(ISA_VARIABLE) or config.compute.isa
 
 
-def check_start(core: Core, config: Config) -> Plan:
-    """All that can be checked without reserving or binding anything. Raises HardwareError."""
+def check_start(core: Core, config: Config) -> tuple[Plan, list[OperatorLibrary]]:
+    """All that can be checked without reserving or binding anything, and the operator libraries, loaded or refused.
+
+    Raises HardwareError, ConfigError."""
+    libraries = load_directory(core, config.operators.directory)
+    check_formats(core, config, libraries)
     with core_errors(core):
-        for library in config.compute.operator_libraries:
-            core.load_operator_library(library)
         core.isa_effective(isa_cap(config))
         topology = core.topology()
     if not topology["nodes"]:
         raise HardwareError("the machine's topology shows no NUMA node", "is /sys mounted?")
-    return make_plan(topology, config.compute, Machine.read())
+    return make_plan(topology, config.compute, Machine.read()), libraries
 
 
 class Server:
@@ -79,10 +82,12 @@ class Server:
     def __init__(self, core: Core, options: Options) -> None:
         self._core, self._options = core, options
         loaded = options.files.load()
-        self._config = LiveConfig(options.files, loaded)
+        self._config = LiveConfig(
+            options.files, loaded, lambda config: check_formats(core, config, self.parts.libraries)
+        )
         config = loaded.config
         set_up_logging(config.logging)
-        plan = check_start(core, config)
+        plan, libraries = check_start(core, config)
         self._listeners: Listeners = open_listeners(options.runtime_dir, config.access.group, options.user)
         with core_errors(core):
             runtime = core.Runtime(
@@ -99,7 +104,7 @@ class Server:
         sessions = Sessions(core, runtime, plan, registry, current, boot_id)
         self.parts = Parts(
             core, runtime, plan, registry, sessions, self._config, boot_id, isa_cap(config), topology,
-            self._listeners.group_found,
+            self._listeners.group_found, libraries,
         )  # fmt: skip
         self._reporter = Reporter(self.parts)
         self._notifier = Notifier()
@@ -169,6 +174,9 @@ class Server:
         )  # fmt: skip
         for node in plan.nodes:
             log.info("node %d: %d threads on CPUs %s", node.node, len(node.cpus), format_cpus(node.cpus))
+        for library in self.parts.libraries:
+            if library.loaded:
+                log.info("operator library %s", library.path, extra={"kernels": ",".join(library.kernels)})
         for warning in self._reporter.warnings():
             log.warning("%s", warning)
         if not self._listeners.group_found:

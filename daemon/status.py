@@ -6,7 +6,9 @@ busy fractions come.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import itertools
 import os
 import time
 from collections import deque
@@ -19,9 +21,9 @@ from syshax.protocol import (
     KernelsAnswer,
     ModelState,
     NodeInfo,
+    OperatorLibrary,
     StatusAnswer,
     TopologyAnswer,
-    WeightFormat,
 )
 from syshaxd.core import Core, CoreRuntime
 from syshaxd.live_config import LiveConfig
@@ -58,6 +60,7 @@ class Parts:
     isa_cap: str
     topology: dict[str, Any]
     group_found: bool
+    libraries: list[OperatorLibrary] = field(default_factory=list)
     started_at: float = field(default_factory=time.monotonic)
     state: State = "starting"
 
@@ -126,6 +129,11 @@ class Reporter:
             found.append(f"kernels are capped at {effective}; this CPU has {best} (compute.isa or SYSHAX_ISA)")
         for name, format, dtype, chosen, better in self.kernels_not_best():
             found.append(f"{name} ({format}) computes {dtype} with {chosen}, although {better} would be better")
+        found += [
+            f"operator library {library.path} is refused: {library.reason}"
+            for library in parts.libraries
+            if not library.loaded
+        ]
         stale = [str(session.session_id) for session in parts.sessions if session.stale]
         if stale:
             found.append(f"sessions of stopped processes: {', '.join(stale)}")
@@ -138,9 +146,9 @@ class Reporter:
         found = []
         for entry in self._parts.registry.entries():
             for dtype, kernel in (entry.model.kernels() if entry.model else {}).items():
-                best = self._parts.core.select_kernel(entry.format.value, dtype, "")
+                best = self._parts.core.select_kernel(entry.format, dtype, "")
                 if kernel != best:
-                    found.append((entry.name, entry.format.value, dtype, kernel, best))
+                    found.append((entry.name, entry.format, dtype, kernel, best))
         return found
 
     def busy_fractions(self) -> list[float]:
@@ -195,14 +203,15 @@ class Reporter:
             cpu_features=core.cpu_features(),
             isa=core.isa_effective(self._parts.isa_cap),
             kernels=self._kernels,
+            libraries=self._parts.libraries,
         )
 
     def _kernel_table(self) -> list[KernelInfo]:
         core, cap = self._parts.core, self._parts.isa_cap
         chosen: dict[str, list[Dtype]] = {}
-        for format in WeightFormat:
-            for dtype in Dtype:
-                chosen.setdefault(core.select_kernel(format.value, dtype.value, cap), []).append(dtype)
+        for format, dtype in itertools.product(core.formats(), Dtype):
+            with contextlib.suppress(core.CoreError):  # a library's format may have no kernel for this CPU
+                chosen.setdefault(core.select_kernel(format, dtype.value, cap), []).append(dtype)
         return [
             KernelInfo(
                 name=row["name"],

@@ -34,7 +34,6 @@ from syshax.protocol import (
     ErrorBody,
     Geometry,
     RingLayout,
-    WeightFormat,
 )
 from syshaxd import _core
 
@@ -296,7 +295,7 @@ class FakeDaemon:
             boot_id=self.boot_id,
             session_id=session_id,
             model="tiny",
-            format=WeightFormat.Q8_0,
+            format="q8_0",
             fingerprint=self.fingerprint,
             geometry=Geometry(
                 num_layers=self.num_layers,

@@ -23,6 +23,7 @@ from syshax.control import Control
 from syshax.ctl import screens, values, waiting
 from syshax.errors import CheckpointError, InvalidArgumentError, NotFoundError, SyshaxError
 from syshax.protocol import (
+    BUILTIN_FORMATS,
     Check,
     ConfigAnswer,
     ConfigChangeAnswer,
@@ -37,14 +38,13 @@ from syshax.protocol import (
     StatusAnswer,
     TopologyAnswer,
     UnloadAnswer,
-    WeightFormat,
 )
 
 M = TypeVar("M", bound=BaseModel)
 _PIPE_WIDTH = 160
 """Where no terminal and no COLUMNS say otherwise: lines stay whole for grep and awk."""
 _INTERRUPTED = 130
-_FORMATS = ", ".join(WeightFormat)
+_FORMATS = ", ".join(BUILTIN_FORMATS)
 
 
 @dataclass
@@ -149,7 +149,11 @@ def load(
         str | None, typer.Option(help="What workers call it [the directory's name].", show_default=False)
     ] = None,
     format: Annotated[
-        str | None, typer.Option(help=f"How experts are stored: {_FORMATS} [the configured one].", show_default=False)
+        str | None,
+        typer.Option(
+            help=f"How experts are stored: {_FORMATS}, or one of `syshaxctl kernels` [the configured one].",
+            show_default=False,
+        ),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the load until it ends.")] = False,
 ) -> None:

@@ -153,7 +153,7 @@ def models_table(rows: list[ModelInfo]) -> RenderableType:
         made.add_row(
             Text(model.name),
             _state(model.state.value),
-            model.format.value,
+            model.format,
             f"{geometry.num_layers} x {geometry.num_experts}, top {geometry.top_k}" if geometry else "-",
             units.size(sum(model.node_bytes.values())) if model.node_bytes else "-",
             str(model.sessions),
@@ -267,7 +267,15 @@ def kernels(answer: KernelsAnswer) -> RenderableType:
             kernel.vendor,
         )
     features = _notes([("CPU features:", " ".join(answer.cpu_features)), ("kernels up to:", answer.isa)], "bold")
-    return Group(features, "", made)
+    if not answer.libraries:
+        return Group(features, "", made)
+    notes = [
+        (f"{library.path}:", ", ".join(library.formats + library.kernels) if library.loaded else library.reason)
+        for library in answer.libraries
+    ]
+    refused = any(not library.loaded for library in answer.libraries)
+    heading = Text("operator libraries" + (", some of them refused" if refused else ""), style="bold")
+    return Group(features, "", made, "", heading, _notes(notes, "bold"))
 
 
 # -------------------------------------------------------------------- config

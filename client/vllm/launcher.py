@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--runtime-dir", metavar="DIR", help="directory of syshaxd's sockets [/run/syshax]")
     made.add_argument("--syshax-model", metavar="NAME", help="the model's name in syshaxd [found by its path]")
     made.add_argument(
-        "--syshax-format", metavar="F", help="bf16, fp16, q8_0 or q4_0, if syshaxd must load it [its own]"
+        "--syshax-format", metavar="F", help="the experts' format, if syshaxd must load the model [its own]"
     )
     made.add_argument("--syshax-priority", metavar="P", help="interactive, normal or batch [normal]")
     made.add_argument("--syshax-wait", metavar="S", type=float, default=30.0, help="seconds to wait for syshaxd [30]")
@@ -175,7 +175,7 @@ def build(words: Sequence[str]) -> tuple[Command, CpuPlan | None, bool]:
         if not arguments.dry_run:
             info = ask_for_model(control, path, settings, say)
             settings = settings.model_copy(update={"model": info.name})
-            say(f"syshaxd has model {info.name} in {info.format.value}: {info.state.value}")
+            say(f"syshaxd has model {info.name} in {info.format}: {info.state.value}")
     except GONE as error:
         if not arguments.dry_run:
             raise

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "kernels/conformance.h"
 #include "kernels/table.h"
 #include "kernels/vector_ops.h"
 
@@ -47,6 +48,14 @@ const syshax_kernel& kernel_named(const std::string& name) {
   const syshax_kernel* kernel = find_kernel(name);
   if (!kernel) invalid("unknown kernel \"" + name + "\"");
   return *kernel;
+}
+
+const syshax_kernel& usable_kernel(const std::string& name) {
+  const syshax_kernel& kernel = kernel_named(name);
+  if (!detect_cpu_features().has(kernel.required_features)) {
+    throw CoreError("hardware", "this CPU cannot run kernel " + name);
+  }
+  return kernel;
 }
 
 syshax_dtype dtype_named(const std::string& name) {
@@ -140,10 +149,7 @@ struct Packed {
 };
 
 Floats run_kernel(const std::string& name, const Bytes& blocks, size_t rows, size_t k, const Floats& activations) {
-  const syshax_kernel& kernel = kernel_named(name);
-  if (!detect_cpu_features().has(kernel.required_features)) {
-    throw CoreError("hardware", "this CPU cannot run kernel " + name);
-  }
+  const syshax_kernel& kernel = usable_kernel(name);
   if (activations.ndim() != 2 || activations.shape(0) < 1 || size_t(activations.shape(1)) != k) {
     invalid("activations must be [tokens, " + std::to_string(k) + "]");
   }
@@ -190,6 +196,22 @@ Bytes pack_unpack(const std::string& name, const Bytes& blocks, size_t rows, siz
                 weights.row_bytes);
   }
   return result;
+}
+
+py::dict operator_checks() {
+  py::dict checks;
+  checks["format"] = format_checks();
+  checks["kernel"] = kernel_checks();
+  return checks;
+}
+
+std::pair<bool, std::string> check_operator(const std::string& kind, const std::string& name,
+                                            const std::string& check) {
+  if (kind != "format" && kind != "kernel") invalid("there are no checks of \"" + kind + "\"");
+  const syshax_kernel* kernel = kind == "kernel" ? &usable_kernel(name) : nullptr;
+  const py::gil_scoped_release release;
+  const CheckResult result = kernel ? check_kernel(*kernel, check) : check_format(format_named(name), check);
+  return {result.ok, result.text};
 }
 
 const VectorOps& vector_ops_of(const std::string& isa) {
@@ -278,6 +300,8 @@ void bind_kernels(py::module_& m) {
       },
       py::arg("format"), py::arg("dtype"), py::arg("features"));
   m.def("load_operator_library", load_operator_library, py::arg("path"));
+  m.def("operator_checks", operator_checks);
+  m.def("check_operator", check_operator, py::arg("kind"), py::arg("name"), py::arg("check"));
   m.def("run_kernel", run_kernel, py::arg("kernel"), py::arg("blocks"), py::arg("rows"), py::arg("k"),
         py::arg("activations"));
   m.def("pack_unpack", pack_unpack, py::arg("kernel"), py::arg("blocks"), py::arg("rows"), py::arg("k"));

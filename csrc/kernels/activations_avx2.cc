@@ -5,7 +5,7 @@
 
 namespace syshax {
 
-const syshax_activation activation_q8_avx2 = {SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "q8", q8_row_bytes,
-                                              pack_q8, nullptr};
+const syshax_activation activation_q8_avx2 = {
+    SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "q8", q8_row_bytes, pack_q8, nullptr};
 
 }  // namespace syshax

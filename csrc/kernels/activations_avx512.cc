@@ -5,9 +5,9 @@
 
 namespace syshax {
 
-const syshax_activation activation_q8_avx512 = {SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "q8", q8_row_bytes,
-                                                pack_q8, nullptr};
-const syshax_activation activation_bf16_avx512 = {SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "bf16",
-                                                  bf16_row_bytes, pack_bf16, nullptr};
+const syshax_activation activation_q8_avx512 = {
+    SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "q8", q8_row_bytes, pack_q8, nullptr};
+const syshax_activation activation_bf16_avx512 = {
+    SYSHAX_OPERATOR_ABI, sizeof(syshax_activation), "bf16", bf16_row_bytes, pack_bf16, nullptr};
 
 }  // namespace syshax

@@ -54,7 +54,8 @@ class Checker {
     name(row->name, where + ".name");
     require(row->encode && row->decode, where + ".encode or .decode is NULL");
     if (row->block_values == 0) {
-      require(row->row_bytes != nullptr, where + ".block_values is 0 (a block is a row), so .row_bytes must not be NULL");
+      require(row->row_bytes != nullptr,
+              where + ".block_values is 0 (a block is a row), so .row_bytes must not be NULL");
       require(row->block_bytes == 0, where + ".block_values is 0 (a block is a row), so .block_bytes must be 0");
       require(row->row_bytes(64) >= 1, where + ".row_bytes(64) is 0");
       return;

@@ -18,7 +18,8 @@ const std::vector<const syshax_kernel*>& all_kernels();
 // nullptr when unknown.
 const syshax_format* find_format(std::string_view name);
 const syshax_kernel* find_kernel(std::string_view name);
-// The one packing of a format. Throws CoreError("invalid_argument") for an unknown one, ("hardware") when no kernel takes it.
+// The one packing of a format. Throws CoreError("invalid_argument") for an unknown one, ("hardware") when no kernel
+// takes it.
 const syshax_packing* format_packing(std::string_view name);
 // "syshax" for built-in rows, else what the vendor's library calls itself.
 std::string kernel_vendor(const syshax_kernel* kernel);

@@ -74,7 +74,9 @@ def moe_command(
     shape: Annotated[
         str, typer.Option(help=f"{' | '.join(moe.SHAPES)} | HIDDENxINTERMEDIATExEXPERTSxTOPK.")
     ] = "qwen3-30b-a3b",
-    format: Annotated[str, typer.Option(help="Format of the weights: bf16, fp16, q8_0, q4_0.")] = "q8_0",
+    format: Annotated[
+        str, typer.Option(help="Format of the weights: bf16, fp16, q8_0, q4_0, or an operator library's.")
+    ] = "q8_0",
     tokens: Annotated[str, typer.Option(help="Numbers of tokens to measure, separated by commas.")] = "1,16,256",
     threads: Annotated[
         int, typer.Option(min=0, max=4096, help="Threads over all nodes; 0: as many as may be used.")
@@ -83,6 +85,7 @@ def moe_command(
     isa: Annotated[str, typer.Option(envvar="SYSHAX_ISA", help="Cap on the instruction set.")] = "",
     seconds: Annotated[float, typer.Option(min=0.0, help="Time to spend on each point.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of weights, activations and routing.")] = 0,
+    operators: Annotated[list[Path] | None, typer.Option(help="An operator library to load; may be repeated.")] = None,
     with_limits: Annotated[
         bool, typer.Option("--limits/--no-limits", help="Measure the machine's limits beside each point.")
     ] = True,

@@ -38,7 +38,6 @@ from syshax.protocol import (
     StatusAnswer,
     TopologyAnswer,
     UnloadAnswer,
-    WeightFormat,
 )
 
 GIB = 1 << 30
@@ -47,7 +46,7 @@ BOOT = "5f0c2b7a9d3e4f10"
 READY = ModelInfo(
     name="Qwen3-30B-A3B",
     path="/models/Qwen3-30B-A3B",
-    format=WeightFormat.Q8_0,
+    format="q8_0",
     state=ModelState.READY,
     configured=True,
     architecture="Qwen3MoeForCausalLM",
@@ -63,7 +62,7 @@ READY = ModelInfo(
 LOADING = ModelInfo(
     name="mixtral",
     path="/models/mixtral",
-    format=WeightFormat.Q4_0,
+    format="q4_0",
     state=ModelState.LOADING,
     progress=Progress(
         stage="converting",
@@ -77,11 +76,11 @@ LOADING = ModelInfo(
 FAILED = ModelInfo(
     name="broken",
     path="/models/broken",
-    format=WeightFormat.BF16,
+    format="bf16",
     state=ModelState.FAILED,
     reason="model.layers.3.mlp.experts.7.up_proj.weight has shape [700, 2048], expected [768, 2048]",
 )
-WAITING = ModelInfo(name="later", path="/models/later", format=WeightFormat.FP16, state=ModelState.CONFIGURED)
+WAITING = ModelInfo(name="later", path="/models/later", format="fp16", state=ModelState.CONFIGURED)
 
 NODES = [
     NodeInfo(

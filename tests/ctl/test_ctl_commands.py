@@ -87,7 +87,7 @@ def test_wrong_usage_exits_2(ctl: RunCtl, arguments: list[str]) -> None:
     ("arguments", "message"),
     [
         (["load"], "neither PATH nor --name"),
-        (["load", "/m", "--format", "q5"], "format 'q5': input should be 'bf16', 'fp16', 'q8_0' or 'q4_0'"),
+        (["load", "/m", "--format", "q 5"], "format 'q 5'"),
         (["load", "/m", "--name", "a b"], "name 'a b'"),
         (["load", "/"], "gives no name"),
         (["config", "set", "log.level"], "'log.level' is not KEY=VALUE"),

@@ -209,6 +209,9 @@ class FakeCore:
     def node_free_bytes(self, node: int) -> int:
         return self.free_bytes
 
+    def formats(self) -> list[str]:
+        return list(BLOCKS)
+
     def kernels(self, isa_cap: str = "") -> list[dict[str, Any]]:
         return [
             {

@@ -81,14 +81,14 @@ def test_a_value_of_the_wrong_type_names_file_key_and_value(key: str, value: Any
         ("[compute]\nshares = [nan]", "compute.shares"),
         ('[memory]\nlimit = "64XB"', "memory.limit: expected a size"),
         ("[memory]\nlimit = -1", "memory.limit: expected a size between"),
-        ("[precision]\nallowed_formats = []", "precision.allowed_formats"),
-        ('[precision]\ndefault_format = "q5"', "precision.default_format: input should be 'bf16'"),
+        ("[precision]\nallowed_formats = [1]", "precision.allowed_formats"),
+        ('[precision]\ndefault_format = "q 5"', "precision.default_format: string should match pattern"),
         ('[models.a]\npath = "relative"', "models.a.path: expected an absolute path"),
         ('[models."a/b"]\npath = "/x"', "models.a/b"),
         ("[models.a]\nautoload = true", "models.a.path: this key is required"),
         ("models = 3", "models: expected a table, [models]"),
         ("compute = 3", "compute: expected a table, [compute]"),
-        ("[models.a]\npath = \"/x\"\nformat = \"fp8\"", "models.a.format"),
+        ("[models.a]\npath = \"/x\"\nformat = \"f p\"", "models.a.format"),
     ],
 )  # fmt: skip
 def test_wrong_values(tmp_path: Path, text: str, words: str) -> None:
@@ -132,7 +132,7 @@ def test_drop_ins_win_key_by_key_and_the_state_wins_over_all(tmp_path: Path) -> 
 
 def test_set_applies_what_is_live_and_names_what_is_not(tmp_path: Path) -> None:
     files = files_of(tmp_path, "")
-    live = LiveConfig(files, files.load())
+    live = LiveConfig(files, files.load(), lambda config: None)
     answer = live.set({"limits.sessions": 7, "compute.threads": 1, "limits.slots": 16}, "b")
     assert answer.applied == ["limits.sessions"] and answer.needs_restart == ["compute.threads"]
     assert answer.unchanged == ["limits.slots"]
@@ -148,7 +148,7 @@ def test_set_applies_what_is_live_and_names_what_is_not(tmp_path: Path) -> None:
 )
 def test_a_wrong_set_changes_nothing(tmp_path: Path, values: dict[str, Any]) -> None:
     files = files_of(tmp_path, "")
-    live = LiveConfig(files, files.load())
+    live = LiveConfig(files, files.load(), lambda config: None)
     with pytest.raises(ConfigError):
         live.set({"limits.slots": 3, **values}, "b")
     assert live.current() == Config() and files.load().config == Config()
@@ -156,7 +156,7 @@ def test_a_wrong_set_changes_nothing(tmp_path: Path, values: dict[str, Any]) -> 
 
 def test_reload_takes_new_files_and_keeps_the_old_when_they_are_wrong(tmp_path: Path) -> None:
     files = files_of(tmp_path, "[limits]\nsessions = 1")
-    live = LiveConfig(files, files.load())
+    live = LiveConfig(files, files.load(), lambda config: None)
     files_of(tmp_path, "[limits]\nsessions = 2\n[compute]\nspin_us = 9\n[models.m]\npath = '/m'")
     answer = live.reload("b")
     assert answer.applied == ["limits.sessions", "models.m.autoload", "models.m.path"]
@@ -238,7 +238,7 @@ def test_check_config(tmp_path: Path) -> None:
         ("[limits]\nsesions = 3", "limits.sessions"),
         ("[compute]\nnodes = [77]", "this machine's nodes are"),
         ('[compute]\nisa = "sse9"', "sse9"),
-        ('[compute]\noperator_libraries = ["/nowhere.so"]', "/nowhere.so"),
+        ('[precision]\ndefault_format = "fp8"', "precision.default_format: there is no format 'fp8'"),
     ]:
         bad = run("--check-config", "--config", files_of(tmp_path, text).main, "--state-dir", tmp_path)
         assert bad.returncode == 2 and words in bad.stderr, bad.stderr

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from syshax.errors import CancelledError, CheckpointError, NoMemoryError
-from syshax.protocol import WeightFormat
 from syshaxd import loader
 from syshaxd.architectures import ARCHITECTURES
 from syshaxd.config import ComputeConfig
@@ -34,7 +33,7 @@ def plan_for(core: FakeCore) -> Plan:
 def load(path: Path, core: FakeCore | None = None, cancel: threading.Event | None = None) -> tuple[Any, Blueprint]:
     core = core or FakeCore()
     runtime = core.Runtime([node.as_core_plan() for node in plan_for(core).nodes], "", 0, "off", 1)
-    blueprint = loader.sized(core, runtime, plan_for(core), loader.inspect(path, WeightFormat.BF16))
+    blueprint = loader.sized(core, runtime, plan_for(core), loader.inspect(path, "bf16"))
     progress = LoadProgress()
     progress.layers_total = blueprint.geometry.num_layers
     return loader.load(core, runtime, blueprint, "m", progress, cancel or threading.Event()), blueprint
@@ -64,7 +63,7 @@ def test_savers_differ_in_the_name_of_the_number_of_experts(tmp_path: Path) -> N
     config = config_of("Qwen3MoeForCausalLM", num_experts=None, num_local_experts=4)
     write_checkpoint(tmp_path, num_experts=None, num_local_experts=4)
     assert json.loads((tmp_path / "config.json").read_text()) == config
-    assert loader.inspect(tmp_path, WeightFormat.BF16).geometry.num_experts == 4
+    assert loader.inspect(tmp_path, "bf16").geometry.num_experts == 4
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_configs_that_cannot_be_computed_are_refused(tmp_path: Path, changes: di
     config = {key: value for key, value in (config_of("Qwen3MoeForCausalLM") | changes).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=words) as caught:
-        loader.inspect(tmp_path, WeightFormat.BF16)
+        loader.inspect(tmp_path, "bf16")
     assert str(tmp_path) in caught.value.message
 
 
@@ -123,7 +122,7 @@ def test_tensors_that_would_be_left_out_or_misread(
     tensors[extra.format(gate=gate)] = (dtype, stored(values, dtype))
     write_safetensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match=words):
-        loader.inspect(tmp_path, WeightFormat.BF16)
+        loader.inspect(tmp_path, "bf16")
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -140,7 +139,7 @@ def test_any_config_loads_or_is_refused(tmp_path: Path, key: str, value: Any) ->
         write_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config_of("Qwen3MoeForCausalLM") | {key: value}))
     try:
-        geometry = loader.inspect(tmp_path, WeightFormat.BF16).geometry
+        geometry = loader.inspect(tmp_path, "bf16").geometry
     except CheckpointError:
         return
     assert (geometry.num_layers, geometry.num_experts, geometry.hidden_size) == (2, 4, 64)
@@ -150,7 +149,7 @@ def test_a_file_that_changes_between_check_and_load_is_named(tmp_path: Path) -> 
     write_checkpoint(tmp_path)
     core = FakeCore()
     runtime = core.Runtime([node.as_core_plan() for node in plan_for(core).nodes], "", 0, "off", 1)
-    blueprint = loader.inspect(tmp_path, WeightFormat.BF16)
+    blueprint = loader.inspect(tmp_path, "bf16")
     file = tmp_path / "model.safetensors"
     os.truncate(file, file.stat().st_size - 8)
     with pytest.raises(CheckpointError, match=r"model\.safetensors changed"):
@@ -206,7 +205,7 @@ def test_too_little_memory_is_refused_with_the_numbers(
     core.free_bytes = free
     plan = plan_for(core)
     runtime = core.Runtime([node.as_core_plan() for node in plan.nodes], "", 0, "off", 1)
-    blueprint = loader.sized(core, runtime, plan, loader.inspect(tmp_path, WeightFormat.BF16))
+    blueprint = loader.sized(core, runtime, plan, loader.inspect(tmp_path, "bf16"))
     with pytest.raises(NoMemoryError, match=words):
         loader.check_memory(core, plan, blueprint, budget)
     core.free_bytes = 1 << 33
@@ -218,7 +217,7 @@ def test_the_control_groups_limit_counts(tmp_path: Path, monkeypatch: pytest.Mon
     core = FakeCore()
     plan = plan_for(core)
     runtime = core.Runtime([node.as_core_plan() for node in plan.nodes], "", 0, "off", 1)
-    blueprint = loader.sized(core, runtime, plan, loader.inspect(tmp_path, WeightFormat.BF16))
+    blueprint = loader.sized(core, runtime, plan, loader.inspect(tmp_path, "bf16"))
     monkeypatch.setattr(loader, "memory_group_limit", lambda: (1 << 20, 900_000))
     with pytest.raises(NoMemoryError, match=r"the control group may use 1 MiB, 879 KiB of it in use"):
         loader.check_memory(core, plan, blueprint, MemoryBudget(0, 0, 0))

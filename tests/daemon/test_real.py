@@ -21,7 +21,7 @@ from checkpoints import write_checkpoint
 from syshax import Client
 from syshax.control import Control
 from syshax.errors import CheckpointError, DaemonAbsentError
-from syshax.protocol import LoadRequest, ModelInfo, SessionsAnswer, StatusAnswer, WeightFormat
+from syshax.protocol import LoadRequest, ModelInfo, SessionsAnswer, StatusAnswer
 from syshaxd import loader
 from syshaxd.config import ComputeConfig
 from syshaxd.core import compiled_core
@@ -53,7 +53,7 @@ class Process:
         raise AssertionError(self.log.read_text())
 
     def load(self, name: str, path: Path, format: str) -> ModelInfo:
-        self.control.post("/v1/models", LoadRequest(name=name, path=str(path), format=WeightFormat(format)), ModelInfo)
+        self.control.post("/v1/models", LoadRequest(name=name, path=str(path), format=format), ModelInfo)
         while (info := self.control.get(f"/v1/models/{name}", ModelInfo)).state == "loading":
             time.sleep(0.02)
         assert info.state == "ready", info.reason
@@ -92,7 +92,7 @@ TOLERANCE = {"bf16": 1e-5, "fp16": 1e-5, "q8_0": 0.02, "q4_0": 0.2}
 @pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"])
 def test_a_client_gets_what_the_checkpoint_says(real: Process, tmp_path: Path, architecture: str) -> None:
     tensors = write_checkpoint(tmp_path, architecture, shards=2)
-    blueprint = loader.inspect(tmp_path, WeightFormat.BF16)
+    blueprint = loader.inspect(tmp_path, "bf16")
     random = np.random.default_rng(1)
     for format, tolerance in TOLERANCE.items():
         info = real.load(f"m-{format}", tmp_path, format)
@@ -218,9 +218,7 @@ def test_signals_and_exit_codes(short_dir: Path, tmp_path: Path) -> None:
 def test_a_second_signal_cuts_the_stop_short(real: Process, tmp_path: Path) -> None:
     """A stop waits for a load in progress to reach the end of its layer; a second signal does not."""
     write_checkpoint(tmp_path / "m", num_hidden_layers=1, hidden_size=1024, moe_intermediate_size=1024, num_experts=24)
-    real.control.post(
-        "/v1/models", LoadRequest(name="m", path=str(tmp_path / "m"), format=WeightFormat.Q4_0), ModelInfo
-    )
+    real.control.post("/v1/models", LoadRequest(name="m", path=str(tmp_path / "m"), format="q4_0"), ModelInfo)
     while real.control.get("/v1/models/m", ModelInfo).progress.stage != "converting":
         time.sleep(0.005)
     real.process.send_signal(signal.SIGTERM)
@@ -277,7 +275,7 @@ def test_a_checkpoint_that_shrinks_while_it_is_converted_is_named(tmp_path: Path
     core = compiled_core()
     plan = make_plan(core.topology(), ComputeConfig(), Machine.read())
     runtime = core.Runtime([node.as_core_plan() for node in plan.nodes], "", 0, "off", 64)
-    blueprint = loader.inspect(tmp_path, WeightFormat.Q8_0)
+    blueprint = loader.inspect(tmp_path, "q8_0")
     progress, cancel, file = LoadProgress(), threading.Event(), tmp_path / "model.safetensors"
 
     class Shrinking:

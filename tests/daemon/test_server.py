@@ -220,7 +220,7 @@ async def test_a_start_that_cannot_be_says_why_before_anything_is_bound(short_di
     for text, error, words in [
         ("[compute]\nnodes = [5]", HardwareError, "this machine's nodes are 0"),
         ('[compute]\nisa = "sse"', HardwareError, "sse"),
-        ('[compute]\noperator_libraries = ["/x.so"]', HardwareError, "/x.so"),
+        ('[models.a]\npath = "/m"\nformat = "q8_1"', ConfigError, "models.a.format: there is no format 'q8_1'"),
         ("[compute", ConfigError, "line 1"),
     ]:
         (short_dir / "c.toml").write_text(text)

@@ -26,12 +26,12 @@ added = [kernel for kernel in _core.kernels() if kernel not in before]
 rng = np.random.default_rng(0)
 w = rng.integers(-128, 128, (37, 96)).astype(np.float32) / 16
 x = rng.integers(-8, 9, (5, 96)).astype(np.float32)
-blocks = _core.encode("ex8", w)
-y = _core.run_kernel("ex8_f32_example", blocks, 37, 96, x)
-inverse = np.array_equal(_core.pack_unpack("ex8_f32_example", blocks, 37, 96), blocks)
+blocks = _core.encode("ex16", w)
+y = _core.run_kernel("ex16_f32_example", blocks, 37, 96, x)
+inverse = np.array_equal(_core.pack_unpack("ex16_f32_example", blocks, 37, 96), blocks)
 print(json.dumps({
     "added": added, "equal": np.array_equal(y, x @ w.T), "inverse": inverse, "formats": _core.formats(),
-    "chosen": _core.select_kernel("ex8", "bfloat16"), "builtin": _core.select_kernel("q8_0", "float32"),
+    "chosen": _core.select_kernel("ex16", "bfloat16"), "builtin": _core.select_kernel("q8_0", "float32"),
 }))
 """
 
@@ -51,25 +51,26 @@ def folder(pytestconfig: pytest.Config) -> Path:
 def test_a_good_library_joins_the_table_and_computes(folder: Path) -> None:
     told = load(compile_library(HERE / "vendor/example.c", folder, "-xc++"))
     [row] = told["added"]  # loading it twice adds it once
-    assert (row["name"], row["format"], row["vendor"], row["usable"]) == ("ex8_f32_example", "ex8", "example", True)
+    assert (row["name"], row["format"], row["vendor"], row["usable"]) == ("ex16_f32_example", "ex16", "example", True)
     assert told["equal"] and told["inverse"]
-    assert told["formats"] == [*_core.formats(), "ex8"]
-    assert told["chosen"] == "ex8_f32_example"
+    assert told["formats"] == [*_core.formats(), "ex16"]
+    assert told["chosen"] == "ex16_f32_example"
     assert told["builtin"] == _core.select_kernel("q8_0", "float32")
 
 
 MISTAKES = {
     1: "formats[0]: abi is 2, this daemon speaks 1",
     2: 'is for unknown format "ex9"',
-    3: "packs format q8_0 as ex8/rows/1, but that format's packing is q8_0/p16k4/1",
+    3: "packs format q8_0 as ex16/rows/1, but that format's packing is q8_0/p16k4/1",
     4: "kernels[0].packing.panel_rows is 32, this daemon takes 16",
-    5: "kernels[0].packing.panel_bytes(64) is 1025, it must be a multiple of 64",
+    5: "kernels[0].packing.panel_bytes(64) is 2049, it must be a multiple of 64",
     6: "kernels[0]: struct_size is 8",
     7: 'kernel "q8_0_q8_scalar" exists already',
     8: "kernels[0].dtypes is 0",
     9: "kernels[0].run is NULL",
     10: "it exports no function syshax_operators_v1",
     11: "its table is NULL",
+    12: "formats[0].block_values is 0 (a block is a row), so .row_bytes must not be NULL",
 }
 
 

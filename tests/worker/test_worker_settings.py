@@ -41,7 +41,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(
     [
         {"reconnect_s": -1},
         {"request_timeout_s": 0},
-        {"format": "q5"},
+        {"format": "q 5"},
         {"model": "../x"},
         {"reconnect_s": "soon"},
         "model=x",

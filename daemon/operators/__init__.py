@@ -1,0 +1,1 @@
+"""Operator libraries: formats and kernels from outside this tree (docs/OPERATORS.md)."""
