@@ -40,6 +40,27 @@ def compile_library(source: Path, folder: Path, *flags: str) -> Path:
     return library
 
 
+def compile_example(folder: Path, *, emulated: bool = False) -> Path:
+    """The example operator library, against the installed headers alone; `emulated`: its AVX-512 in software."""
+    sources = sorted((CSRC / "examples/int8row").glob("*.cc"))
+    headers = [*(CSRC / "examples/int8row").glob("*.h"), *(CSRC / "include/syshax").glob("*.h")]
+    work = folder / f"int8row-{emulated}-{_digest([*sources, *headers, HERE / 'emulated/immintrin.h', Path(__file__)])}"
+    library = work / "libint8row.so"
+    if library.exists():
+        return library
+    work.mkdir(parents=True)
+    objects = []
+    for source in sources:
+        software = [f"-I{HERE / 'emulated'}", "-march=native", "-Wno-psabi", "-DINT8ROW_STAYS(x)="]
+        flags = {"avx2": ["-mavx2"], "avx512vnni": software if emulated else ["-mavx512f", "-mavx512vnni", "-w"]}
+        output = work / f"{source.stem}.o"
+        common = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", f"-I{CSRC}/include"]
+        _run([CXX, *common, *flags.get(source.stem.rpartition("_")[2], []), "-c", str(source), "-o", str(output)])
+        objects.append(str(output))
+    _run([CXX, "-shared", *objects, "-o", str(library)])
+    return library
+
+
 def _flags_for(source: Path) -> list[str]:
     """What is tested is optimised a little; the rest is only there to hold it."""
     if source.stem.endswith("_avx2"):
