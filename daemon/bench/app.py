@@ -85,7 +85,6 @@ def moe_command(
     isa: Annotated[str, typer.Option(envvar="SYSHAX_ISA", help="Cap on the instruction set.")] = "",
     seconds: Annotated[float, typer.Option(min=0.0, help="Time to spend on each point.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of weights, activations and routing.")] = 0,
-    operators: Annotated[list[Path] | None, typer.Option(help="An operator library to load; may be repeated.")] = None,
     with_limits: Annotated[
         bool, typer.Option("--limits/--no-limits", help="Measure the machine's limits beside each point.")
     ] = True,

@@ -24,6 +24,7 @@ from syshaxd.bench.timing import time_calls
 from syshaxd.config import ComputeConfig
 from syshaxd.core import Core, GeometryDict, compiled_core, core_errors
 from syshaxd.machine import Machine
+from syshaxd.operators.libraries import load_library
 from syshaxd.planner import Plan, make_plan
 
 SHAPES = {"qwen3-30b-a3b": (2048, 768, 128, 8), "deepseek-v3": (7168, 2048, 16, 8)}
@@ -112,7 +113,7 @@ def expert_bytes(core: Core, format: str, hidden: int, intermediate: int) -> int
     """Bytes of one expert's gate, up and down as stored."""
 
     def row_bytes(values: int) -> int:
-        return len(cast(Any, core).encode(format, np.zeros(values, np.float32)))
+        return int(cast(Any, core).format_row_bytes(format, values))
 
     return 2 * intermediate * row_bytes(hidden) + hidden * row_bytes(intermediate)
 
@@ -250,9 +251,8 @@ def hold_against(record: Record, now: dict[str, float], meter: LimitMeter) -> No
 def core_with(operators: Sequence[str]) -> Core:
     """The core with these operator libraries loaded. Raises SyshaxError."""
     core = compiled_core()
-    with core_errors(core):
-        for path in operators:
-            cast(Any, core).load_operator_library(path)
+    for path in operators:
+        load_library(core, Path(path))
     return core
 
 
