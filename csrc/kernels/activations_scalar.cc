@@ -40,11 +40,27 @@ void pack_q8(const float* src, size_t values, size_t k_begin, size_t k_padded, v
   }
 }
 
+void pack_q8x2(const float* src, size_t values, size_t k_begin, size_t k_padded, void* row) {
+  pack_q8(src, values, k_begin, k_padded, row);
+  for (size_t i = 0; i < values; i += 64) {
+    float rest[64];
+    const size_t count = values - i < 64 ? values - i : 64;
+    for (size_t j = 0; j < count; ++j) {
+      const size_t k = k_begin + i + j;
+      const float q = static_cast<const int8_t*>(row)[k];
+      rest[j] = std::fma(-q, q8_scales(row, k_padded)[k / 32], src[i + j]);
+    }
+    pack_q8(rest, count, k_begin + i, k_padded, static_cast<char*>(row) + q8_row_bytes(k_padded));
+  }
+}
+
 constexpr uint32_t kSize = sizeof(syshax_activation);
 
 }  // namespace
 
 const syshax_activation activation_f32_scalar = {SYSHAX_OPERATOR_ABI, kSize, "f32", f32_row_bytes, pack_f32, nullptr};
 const syshax_activation activation_q8_scalar = {SYSHAX_OPERATOR_ABI, kSize, "q8", q8_row_bytes, pack_q8, nullptr};
+const syshax_activation activation_q8x2_scalar = {SYSHAX_OPERATOR_ABI, kSize,     "q8x2",
+                                                  q8x2_row_bytes,      pack_q8x2, nullptr};
 
 }  // namespace syshax

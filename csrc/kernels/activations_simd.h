@@ -54,6 +54,19 @@ void pack_q8(const float* src, size_t values, size_t k_begin, size_t k_padded, v
   }
 }
 
+void pack_q8x2(const float* src, size_t values, size_t k_begin, size_t k_padded, void* row) {
+  pack_q8(src, values, k_begin, k_padded, row);
+  char* second = static_cast<char*>(row) + q8_row_bytes(k_padded);
+  for (size_t i = 0; i < values; i += 64) {
+    float rest[64];
+    const size_t count = values - i < 64 ? values - i : 64;
+    const int8_t* q = static_cast<const int8_t*>(row) + k_begin + i;
+    const float* d = q8_scales(row, k_padded) + (k_begin + i) / 32;
+    for (size_t j = 0; j < count; ++j) rest[j] = __builtin_fmaf(-float(q[j]), d[j / 32], src[i + j]);
+    pack_q8(rest, count, k_begin + i, k_padded, second);
+  }
+}
+
 [[maybe_unused]] void pack_bf16(const float* src, size_t values, size_t k_begin, size_t, void* row) {
   uint16_t* out = static_cast<uint16_t*>(row) + k_begin;
   size_t i = 0;

@@ -8,18 +8,19 @@
 namespace syshax {
 namespace {
 
-template <class Weights>
+// Terms: q8 rows that one activation row consists of; their products go into the same sum, a block's first term first.
+template <class Weights, int Terms = 1>
 struct BlockTile {
   using F = Vec::F;
   using I = Vec::I;
   using Sum = decltype(Weights::begin(0));
   static constexpr int kPanelVecs = int(kPanelRows) / Vec::kLanes;
   static constexpr int kGroups = 8 / Weights::kParts;  // of 64 bytes in a panel's block
-  static constexpr int kMaxTokens = Weights::kTokens;
+  static constexpr int kMaxTokens = Weights::kTokens / Terms;
   static constexpr size_t kStepBytes = kScaleBytes + 2 * kGroups * kGroupBytes;
 
   static constexpr int panels_for(int tokens) {
-    const int fitting = Weights::kMaxSums / (kPanelVecs * tokens);
+    const int fitting = Weights::kMaxSums / (kPanelVecs * tokens * Terms);
     return fitting >= 4 ? 4 : fitting >= 2 ? 2 : 1;
   }
   static size_t panel_bytes(size_t k_padded) { return k_padded / kStepValues * kStepBytes; }
@@ -49,8 +50,8 @@ struct BlockTile {
     }
   }
 
-  template <int R, int T>
-  static void block(F (&acc)[R][T], const char* groups, const char* scales, size_t panel_bytes, const Rows<T>& rows,
+  template <int R, int T, int A>
+  static void block(F (&acc)[R][A], const char* groups, const char* scales, size_t panel_bytes, const Rows<T>& rows,
                     size_t index) {
     Sum sum[R][T];
 #pragma GCC unroll 12
@@ -71,7 +72,7 @@ struct BlockTile {
 #pragma GCC unroll 12
       for (int t = 0; t < T; ++t) {
         const F exact = Vec::to_float(Weights::finish(sum[r][t], rows.sums[t][index]));
-        acc[r][t] = Vec::fma(exact, Vec::mul(w_scale, Vec::set1(rows.scales[t][index])), acc[r][t]);
+        acc[r][t / Terms] = Vec::fma(exact, Vec::mul(w_scale, Vec::set1(rows.scales[t][index])), acc[r][t / Terms]);
       }
     }
   }
@@ -80,20 +81,26 @@ struct BlockTile {
   static void run(const TilePlace& place) {
     constexpr int R = P * kPanelVecs;
     F acc[R][T];
-    Rows<T> rows;
+    Rows<T * Terms> rows;
+#pragma GCC unroll 12
+    for (int t = 0; t < T * Terms; ++t) {
+      const char* row =
+          static_cast<const char*>(place.activations[t / Terms]) + t % Terms * q8_row_bytes(place.k_padded);
+      rows.q[t] = reinterpret_cast<const int8_t*>(row);
+      rows.scales[t] = q8_scales(row, place.k_padded);
+      rows.sums[t] = q8_sums(row, place.k_padded);
+    }
 #pragma GCC unroll 12
     for (int t = 0; t < T; ++t) {
-      rows.q[t] = static_cast<const int8_t*>(place.activations[t]);
-      rows.scales[t] = q8_scales(place.activations[t], place.k_padded);
-      rows.sums[t] = q8_sums(place.activations[t], place.k_padded);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) acc[r][t] = Vec::zero();
     }
     const char* step = place.panel;
     for (size_t k = 0; k < place.k_padded; k += kStepValues) {
       const char* groups = step + kScaleBytes;
-      block<R, T>(acc, groups, step, place.panel_bytes, rows, k / 32);
-      block<R, T>(acc, groups + kGroups * kGroupBytes, step + kPanelRows * 2, place.panel_bytes, rows, k / 32 + 1);
+      block<R, T * Terms, T>(acc, groups, step, place.panel_bytes, rows, k / 32);
+      block<R, T * Terms, T>(acc, groups + kGroups * kGroupBytes, step + kPanelRows * 2, place.panel_bytes, rows,
+                             k / 32 + 1);
       step += kStepBytes;
     }
 #pragma GCC unroll 12

@@ -53,5 +53,7 @@ void run_bf16_f32_avx2(const syshax_matmul_args* args) { run_tiles<FloatTile<Wei
 void run_fp16_f32_avx2(const syshax_matmul_args* args) { run_tiles<FloatTile<WeightsFp16>>(args); }
 void run_q8_0_q8_avx2(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ8>>(args); }
 void run_q4_0_q8_avx2(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ4>>(args); }
+void run_q8_0_q8x2_avx2(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ8, 2>>(args); }
+void run_q4_0_q8x2_avx2(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ4, 2>>(args); }
 
 }  // namespace syshax

@@ -56,5 +56,7 @@ void run_bf16_f32_avx512(const syshax_matmul_args* args) { run_tiles<FloatTile<W
 void run_fp16_f32_avx512(const syshax_matmul_args* args) { run_tiles<FloatTile<WeightsFp16>>(args); }
 void run_q8_0_q8_avx512(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ8>>(args); }
 void run_q4_0_q8_avx512(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ4>>(args); }
+void run_q8_0_q8x2_avx512(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ8, 2>>(args); }
+void run_q4_0_q8x2_avx512(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ4, 2>>(args); }
 
 }  // namespace syshax

@@ -40,5 +40,7 @@ struct WeightsQ4 {
 
 void run_q8_0_q8_avx512vnni(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ8>>(args); }
 void run_q4_0_q8_avx512vnni(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ4>>(args); }
+void run_q8_0_q8x2_avx512vnni(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ8, 2>>(args); }
+void run_q4_0_q8x2_avx512vnni(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ4, 2>>(args); }
 
 }  // namespace syshax

@@ -9,5 +9,7 @@ namespace syshax {
 
 void run_q8_0_q8_dotprod(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ8>>(args); }
 void run_q4_0_q8_dotprod(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ4>>(args); }
+void run_q8_0_q8x2_dotprod(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ8, 2>>(args); }
+void run_q4_0_q8x2_dotprod(const syshax_matmul_args* args) { run_tiles<BlockTile<WeightsQ4, 2>>(args); }
 
 }  // namespace syshax

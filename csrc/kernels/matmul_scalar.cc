@@ -43,24 +43,35 @@ void run_float(const syshax_matmul_args* args, Weight weight) {
   });
 }
 
-// value(step's groups of one block, row, k in block) gives the integer weight.
+// value(step's groups of one block, row, k in block) gives the integer weight; terms: q8 rows in an activation row.
 template <class Value>
-void run_blocks(const syshax_matmul_args* args, size_t step_bytes, Value value) {
+void run_blocks(const syshax_matmul_args* args, size_t step_bytes, int terms, Value value) {
   const size_t k_padded = args->k_padded;
   const size_t block_bytes = (step_bytes - kScaleBytes) / 2;
   for_each_output(args, k_padded / 64 * step_bytes, [=](const Byte* panel, size_t row, const void* activation) {
-    const int8_t* q = static_cast<const int8_t*>(activation);
     float acc = 0.0f;
     for (size_t block = 0; block < k_padded / 32; ++block) {
       const Byte* step = panel + block / 2 * step_bytes;
       const Byte* groups = step + kScaleBytes + block % 2 * block_bytes;
-      int32_t sum = 0;
-      for (size_t k = 0; k < 32; ++k) sum += value(groups, row, k) * q[block * 32 + k];
       const float w_scale = fp16_to_float(load16(step + (block % 2 * kPanelRows + row) * 2));
-      acc = std::fma(float(sum), w_scale * q8_scales(activation, k_padded)[block], acc);
+      for (int term = 0; term < terms; ++term) {
+        const char* a = static_cast<const char*>(activation) + term * q8_row_bytes(k_padded);
+        int32_t sum = 0;
+        for (size_t k = 0; k < 32; ++k) sum += value(groups, row, k) * int8_t(a[block * 32 + k]);
+        acc = std::fma(float(sum), w_scale * q8_scales(a, k_padded)[block], acc);
+      }
     }
     return acc;
   });
+}
+
+int q8_0_value(const Byte* groups, size_t row, size_t k) {
+  return int(groups[k / 4 * kGroupBytes + row * 4 + k % 4]) - 128;
+}
+
+int q4_0_value(const Byte* groups, size_t row, size_t k) {
+  const int pair = groups[k % 16 / 4 * kGroupBytes + row * 4 + k % 4];
+  return (k < 16 ? pair & 15 : pair >> 4) - 8;
 }
 
 }  // namespace
@@ -77,17 +88,9 @@ void run_fp16_f32_scalar(const syshax_matmul_args* args) {
   });
 }
 
-void run_q8_0_q8_scalar(const syshax_matmul_args* args) {
-  run_blocks(args, kQ8StepBytes, [](const Byte* groups, size_t row, size_t k) {
-    return int(groups[k / 4 * kGroupBytes + row * 4 + k % 4]) - 128;
-  });
-}
-
-void run_q4_0_q8_scalar(const syshax_matmul_args* args) {
-  run_blocks(args, kQ4StepBytes, [](const Byte* groups, size_t row, size_t k) {
-    const int pair = groups[k % 16 / 4 * kGroupBytes + row * 4 + k % 4];
-    return (k < 16 ? pair & 15 : pair >> 4) - 8;
-  });
-}
+void run_q8_0_q8_scalar(const syshax_matmul_args* args) { run_blocks(args, kQ8StepBytes, 1, q8_0_value); }
+void run_q4_0_q8_scalar(const syshax_matmul_args* args) { run_blocks(args, kQ4StepBytes, 1, q4_0_value); }
+void run_q8_0_q8x2_scalar(const syshax_matmul_args* args) { run_blocks(args, kQ8StepBytes, 2, q8_0_value); }
+void run_q4_0_q8x2_scalar(const syshax_matmul_args* args) { run_blocks(args, kQ4StepBytes, 2, q4_0_value); }
 
 }  // namespace syshax

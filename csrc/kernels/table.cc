@@ -15,7 +15,8 @@
 namespace syshax {
 namespace {
 
-constexpr uint32_t kAnyDtype = 1u << SYSHAX_FLOAT32 | 1u << SYSHAX_FLOAT16 | 1u << SYSHAX_BFLOAT16;
+constexpr uint32_t kFloat32 = 1u << SYSHAX_FLOAT32, kBfloat16 = 1u << SYSHAX_BFLOAT16;
+constexpr uint32_t kAnyDtype = kFloat32 | 1u << SYSHAX_FLOAT16 | kBfloat16;
 
 #define SYSHAX_KERNEL(weight, activation, isa, packer, features, dtypes, rank) \
   const syshax_kernel kernel_##weight##_##activation##_##isa = {               \

@@ -59,6 +59,16 @@ def _q8(x: Bounded) -> Bounded:
     return Bounded(*(a.reshape(rows, padded)[:, :k] for a in result))
 
 
+def _q8x2(x: Bounded) -> Bounded:
+    """The second q8 row holds what the first leaves over, whichever way that rounded: half a step of the second is
+    what is lost, and a step of it is at most 1/254 of one of the first."""
+    rows, k = x.value.shape
+    padded = -(-k // 32) * 32
+    blocks = np.pad(np.abs(x.value) + x.error, ((0, 0), (0, padded - k))).reshape(rows, -1, 32)
+    lost = np.repeat(blocks.max(axis=2) / 127 / 254 / 2, 32, axis=1)[:, :k]
+    return Bounded(x.value, x.error + 1.001 * lost + np.abs(x.value) * 4 * UNIT)
+
+
 def _bf16(x: Bounded) -> Bounded:
     def rounded(a: Array) -> Array:
         return from_bfloat16(to_bfloat16(a)).astype(np.float64)
@@ -73,7 +83,7 @@ def _f32(x: Bounded) -> Bounded:
     return Bounded(x.value, x.error + np.abs(x.value) * UNIT)
 
 
-ACTIVATIONS = {"f32": _f32, "bf16": _bf16, "q8": _q8}
+ACTIVATIONS = {"f32": _f32, "bf16": _bf16, "q8": _q8, "q8x2": _q8x2}
 
 
 def _dense(x: Bounded, weights: Array) -> Bounded:

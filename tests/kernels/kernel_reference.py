@@ -94,6 +94,14 @@ def effective_activations(activation: str, x: FloatArray) -> npt.NDArray[np.floa
         return x.astype(np.float64)
     if activation == "bf16":
         return bf16_values(bf16_bits(x)).astype(np.float64)
+    first = dequantized(x)
+    if activation == "q8":
+        return first
+    with np.errstate(invalid="ignore"):
+        return first + dequantized((x.astype(np.float64) - first).astype(np.float32))
+
+
+def dequantized(x: FloatArray) -> npt.NDArray[np.float64]:
     q, d = quantize_activations(x)
     with np.errstate(invalid="ignore"):
         values = q * d[:, :, None].astype(np.float64)
@@ -106,10 +114,10 @@ def product_and_bound(
     """[tokens, rows] in float64, and how far a float32 sum of k fused terms may be from it: (k + 4) roundings of half
     an ulp of the sum of magnitudes, plus what underflow may take; infinitely far where the sum may overflow."""
     a, w = effective_activations(activation, x), weights.astype(np.float64)
-    k = weights.shape[1]
+    k = weights.shape[1] * (2 if activation == "q8x2" else 1)
     magnitudes = np.abs(a) @ np.abs(w).T
     underflow = k * 2.0**-149
-    if activation == "q8":  # the product of two scales is rounded, then multiplied with an integer sum
+    if activation in ("q8", "q8x2"):  # the product of two scales is rounded, then multiplied with an integer sum
         underflow *= 128 * 127
     if activation == "bf16":  # subnormal operands and sums count as zero
         underflow = k * 2.0**-126 + 2.0**-126 * (np.abs(a).sum(1)[:, None] + np.abs(w).sum(1)[None, :])

@@ -15,8 +15,8 @@ ROWS = [1, 15, 16, 17, 33, 48, 64, 65, 80, 129]
 K = [32, 64, 96, 128, 224, 768]
 
 
-def scalar_name(format: str) -> str:
-    return f"{format}_{'q8' if format in ('q8_0', 'q4_0') else 'f32'}_scalar"
+def scalar_name(format: str, activation: str = "") -> str:
+    return f"{format}_{activation or ('q8' if format in ('q8_0', 'q4_0') else 'f32')}_scalar"
 
 
 def random_blocks(rng: np.random.Generator, format: str, rows: int, k: int) -> np.ndarray:
@@ -32,7 +32,9 @@ def check(row, blocks: np.ndarray, rows: int, k: int, x: np.ndarray) -> np.ndarr
     finite = np.isfinite(exact) & np.isfinite(bound)
     assert (np.abs(y[finite] - exact[finite]) <= bound[finite]).all()
     if row.activation != "bf16":
-        assert np.array_equal(y, _core.run_kernel(scalar_name(row.format), blocks, rows, k, x), equal_nan=True)
+        assert np.array_equal(
+            y, _core.run_kernel(scalar_name(row.format, row.activation), blocks, rows, k, x), equal_nan=True
+        )
     return y
 
 

@@ -69,7 +69,8 @@ def test_caps(cap: str) -> None:
     for format in FORMATS:
         for dtype in DTYPES:
             assert KERNELS[_core.select_kernel(format, dtype, cap)]["isa"] in allowed
-    assert _core.select_kernel("q8_0", "float32", "scalar") == "q8_0_q8_scalar"
+    assert _core.select_kernel("q8_0", "float32", "scalar") == "q8_0_q8x2_scalar"
+    assert _core.select_kernel("q8_0", "bfloat16", "scalar") == "q8_0_q8_scalar"
     assert set(_core.cpu_features(cap)) <= set(_core.cpu_features())
 
 
