@@ -21,6 +21,9 @@ ATTACH_MESSAGE_BYTES = 16384
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
+AcceleratorMode = Literal["auto", "cpu", "cuda", "npu", "maca"]
+"""What vLLM runs on: its own choice, CPUs, NVIDIA, Ascend, MetaX."""
+
 
 WeightFormat = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[!-~]+$")]
 """How the daemon stores expert weights: one of its own formats, or one of an operator library that it has loaded."""
@@ -244,6 +247,7 @@ class StatusAnswer(Answer):
     compute_seconds: float
     pool_bytes: int
     memory_limit_bytes: int
+    accelerator_mode: AcceleratorMode = "auto"
     warnings: list[str] = []
 
 

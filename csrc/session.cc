@@ -5,6 +5,7 @@
 #include <ctime>
 #include <string>
 
+#include "base/dtype.h"
 #include "base/error.h"
 
 namespace syshax {
@@ -30,8 +31,6 @@ syshax_ring_header header_for(const SessionSpec& spec) {
   h.spin_us = spec.spin_us;
   return h;
 }
-
-uint32_t dtype_bytes(uint32_t dtype) { return dtype == SYSHAX_FLOAT32 ? 4 : 2; }
 
 }  // namespace
 
@@ -128,7 +127,7 @@ void Session::answer(const Queued& queued, const Verdict& verdict, uint64_t queu
 
 Session::Verdict Session::check(const syshax_ring_request& r) const noexcept {
   const syshax_ring_header& h = ring_.layout();
-  if (r.flags != 0 || r.dtype > SYSHAX_BFLOAT16 || dtype_bytes(r.dtype) > h.element_bytes)
+  if (r.flags != 0 || r.dtype > SYSHAX_BFLOAT16 || dtype_bytes(syshax_dtype(r.dtype)) > h.element_bytes)
     return {SYSHAX_RING_BAD_REQUEST};
   if (r.layer >= h.num_layers) return {SYSHAX_RING_BAD_LAYER, static_cast<int32_t>(r.layer)};
   if (r.num_tokens < 1 || r.num_tokens > h.max_tokens)

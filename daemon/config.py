@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
-from syshax.protocol import Name, WeightFormat
+from syshax.protocol import AcceleratorMode, Name, WeightFormat
 from syshaxd.quantities import CpuList, Size
 from syshaxd.settings import Settings
 
@@ -156,11 +156,11 @@ class MemoryConfig(Section):
 class AcceleratorConfig(Section):
     """What workers on this machine are told."""
 
-    mode: Literal["auto", "cpu", "cuda", "npu", "maca"] = _key(
+    mode: AcceleratorMode = _key(
         "auto",
-        "Platform that syshax-worker should run vLLM on: auto (vLLM's own detection), cpu, cuda, npu (Ascend) or maca "
-        "(MetaX). Advice for workers only: the daemon itself always computes on CPUs, whatever is set here. So far "
-        "only cpu has been run by this project; the others are passed on as they are.",
+        "Platform that syshax-worker must run vLLM on: auto (vLLM's own detection), cpu, cuda, npu (Ascend) or maca "
+        "(MetaX). A worker whose vLLM is built for something else refuses to start. The daemon itself always "
+        "computes on CPUs, whatever is set here. So far only cpu has been run by this project.",
         live=True,
     )
 

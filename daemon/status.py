@@ -104,6 +104,7 @@ class Reporter:
             compute_seconds=stats["compute_ns"] / 1e9,
             pool_bytes=parts.registry.pool_bytes(),
             memory_limit_bytes=parts.config.current().memory.limit,
+            accelerator_mode=parts.config.current().accelerator.mode,
             warnings=warnings,
         )
 

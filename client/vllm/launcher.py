@@ -21,13 +21,15 @@ from typing import Any, NoReturn
 from syshax.checkpoint import Checkpoint
 from syshax.control import Control
 from syshax.errors import ConfigError, SyshaxError
-from syshax.protocol import StatusAnswer
+from syshax.protocol import AcceleratorMode, StatusAnswer
 from syshax.vllm.command import Command, Facts, Options, worker_command
 from syshax.vllm.cpus import CpuPlan, online_cores, plan_cpus
 from syshax.vllm.prepare import GONE, ask_for_model, checkpoint_directory, wait_for_daemon
 from syshax.vllm.settings import WorkerSettings, environment_of, settings_from
 
 TESTED_VERSIONS = ("0.32.0",)
+PLATFORM_PLUGINS = {"npu": "vllm_ascend", "maca": "vllm_metax"}
+"""What makes vLLM run on it; CUDA needs none."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -111,6 +113,20 @@ def check_vllm() -> tuple[bool, bool]:
     return name == "vllm", cpu
 
 
+def check_platform(mode: AcceleratorMode, cpu_platform: bool) -> None:
+    """The administrator's accelerator.mode and this environment's vLLM must agree, so that no worker serves slowly from
+    the wrong device. Raises ConfigError."""
+    if mode == "auto":
+        return
+    where = f'accelerator.mode is "{mode}" in syshaxd\'s configuration'
+    hint = "use an environment with the vLLM build for it, or `syshaxctl config set accelerator.mode auto`"
+    if cpu_platform != (mode == "cpu"):
+        raise ConfigError(f"{where}, vLLM here is built for {'CPUs' if cpu_platform else 'an accelerator'}", hint)
+    plugin = PLATFORM_PLUGINS.get(mode)
+    if plugin and importlib.util.find_spec(plugin) is None:
+        raise ConfigError(f"{where}, but {sys.executable} has no {plugin.replace('_', '-')}", hint)
+
+
 def own_settings(arguments: argparse.Namespace, words: Sequence[str]) -> WorkerSettings:
     """Ours from our options, from vLLM's --additional-config, from the environment."""
     text = Options(words).get("--additional-config")
@@ -171,6 +187,7 @@ def build(words: Sequence[str]) -> tuple[Command, CpuPlan | None, bool]:
     ranks *= options.number("--pipeline-parallel-size", "-pp", default=1)
     try:
         status = wait_for_daemon(control, 0.0 if arguments.dry_run else arguments.syshax_wait, say)
+        check_platform(status.accelerator_mode, cpu_platform)
         cpus = cpu_plan(status, ranks)
         if not arguments.dry_run:
             info = ask_for_model(control, path, settings, say)

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/dtype.h"
+
 namespace syshax {
 namespace {
 
@@ -14,8 +16,6 @@ constexpr uint32_t kTasksPerThread = 4;    // at least, so that threads finish t
 constexpr uint32_t kSerialPack = 4;        // up to so many tokens waking others to pack costs more than packing
 constexpr uint32_t kPackTokens = 4;        // tokens that a thread takes at once
 constexpr uint32_t kLane = 16;             // floats; strides of tiles are multiples
-
-size_t element_bytes(syshax_dtype dtype) { return dtype == SYSHAX_FLOAT32 ? 4 : 2; }
 
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -65,7 +65,7 @@ MoeForward::MoeForward(const ExpertLayout& layout, std::vector<const char*> aren
 }
 
 void MoeForward::run(const MoeRequest& request) noexcept {
-  const size_t row_bytes = layout_.geometry().hidden_size * element_bytes(request.dtype);
+  const size_t row_bytes = layout_.geometry().hidden_size * dtype_bytes(request.dtype);
   const size_t fitting = std::max<size_t>(limits_.assignments / request.top_k, 1);
   const uint32_t step = static_cast<uint32_t>(std::min<size_t>(limits_.tokens, fitting));
   chunk_.kernel = kernels_[request.dtype];
@@ -121,7 +121,7 @@ void MoeForward::run_thread(uint32_t node, uint32_t thread) {
 // Reads client memory, which may change meanwhile: each element once, into `row`.
 void MoeForward::pack_token(NodeScratch& node, ThreadScratch& scratch, uint32_t token) const {
   const size_t hidden = layout_.geometry().hidden_size;
-  ops_.widen(chunk_.hidden + token * hidden * element_bytes(chunk_.dtype), chunk_.dtype, hidden, scratch.row);
+  ops_.widen(chunk_.hidden + token * hidden * dtype_bytes(chunk_.dtype), chunk_.dtype, hidden, scratch.row);
   syshax_pack_row(chunk_.kernel->activation, scratch.row, layout_.hidden_k(), node.x + token * chunk_.x_row_bytes);
 }
 
@@ -227,7 +227,7 @@ void MoeForward::run_w2_task(uint32_t node, ThreadScratch& scratch, uint32_t blo
 }
 
 void MoeForward::write_output(ThreadScratch& scratch, uint32_t block) const {
-  const size_t hidden = layout_.geometry().hidden_size, size = element_bytes(chunk_.dtype);
+  const size_t hidden = layout_.geometry().hidden_size, size = dtype_bytes(chunk_.dtype);
   const size_t first = size_t{block_first_panel(block)} * layout_.panel_rows();
   const size_t columns = std::min(size_t{panels_of_block(block)} * layout_.panel_rows(), hidden - first);
   for (uint32_t token = 0; token < chunk_.tokens; ++token) {

@@ -6,12 +6,11 @@
 #include <string_view>
 
 #include "base/cpu_features.h"
+#include "base/dtype.h"
 #include "kernels/vector_ops.h"
 
 namespace syshax {
 namespace {
-
-size_t element_bytes(syshax_dtype dtype) { return dtype == SYSHAX_FLOAT32 ? 4 : 2; }
 
 // Source bytes that are already what the format stores: copied, so that every bit pattern survives.
 bool is_stored_as_is(const syshax_format& format, syshax_dtype dtype) {
@@ -66,7 +65,7 @@ void ShardPacker::pack_rows(uint32_t index, char* expert, const Encode& encode) 
 void ShardPacker::pack_piece(uint32_t piece, const ExpertSource& source, syshax_dtype dtype, char* expert) {
   const syshax_format& format = layout_.format();
   const MoeGeometry& geometry = layout_.geometry();
-  const size_t size = element_bytes(dtype);
+  const size_t size = dtype_bytes(dtype);
   const bool copies = is_stored_as_is(format, dtype);
   const void* const matrices[3] = {source.gate, source.up, source.down};
   pack_rows(piece, expert, [&](const Row& row, size_t k, char* blocks) {

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from syshax.errors import ConfigError
+from syshax.protocol import AcceleratorMode
 from syshax.vllm.command import MIB, Facts, Options, kv_cache_bytes, worker_command
 from syshax.vllm.cpus import CpuPlan
-from syshax.vllm.launcher import split_words
+from syshax.vllm.launcher import check_platform, split_words
 
 CONFIG = {
     "num_attention_heads": 8,
@@ -135,3 +136,26 @@ def test_our_options_are_found_anywhere() -> None:
 def test_model_must_come_first(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="MODEL"):
         split_words(words)
+
+
+@pytest.mark.parametrize(
+    ("mode", "cpu", "message"),
+    [
+        ("cuda", True, "vLLM here is built for CPUs"),
+        ("npu", True, "vLLM here is built for CPUs"),
+        ("cpu", False, "vLLM here is built for an accelerator"),
+        ("npu", False, "has no vllm-ascend"),
+        ("maca", False, "has no vllm-metax"),
+    ],
+)
+def test_a_platform_other_than_the_administrators_is_refused(mode: AcceleratorMode, cpu: bool, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_platform(mode, cpu)
+    assert message in caught.value.message
+    assert f'accelerator.mode is "{mode}"' in caught.value.message
+    assert "config set accelerator.mode" in caught.value.hint
+
+
+@pytest.mark.parametrize(("mode", "cpu"), [("auto", True), ("auto", False), ("cpu", True), ("cuda", False)])
+def test_the_administrators_platform_is_accepted(mode: AcceleratorMode, cpu: bool) -> None:
+    check_platform(mode, cpu)
