@@ -1,6 +1,7 @@
-// q4_0: blocks of 32 values, ggml's contents: fp16 scale d = max / -8 (max: the value of largest magnitude, with its
-// sign), then 16 bytes whose low nibbles are values 0..15 and high nibbles values 16..31; value = (nibble - 8) * d.
-// A block with a NaN or an infinity gets a NaN scale, so that it can never pass for numbers.
+// q4_0: blocks of 32 values, ggml's contents: fp16 scale d, then 16 bytes whose low nibbles are values 0..15 and high
+// nibbles values 16..31; value = (nibble - 8) * d. The encoder takes the d of least squared error among 8, the value
+// of largest magnitude being -8.75 to -7 steps (-8 is the lowest stored). A block with a NaN or an infinity gets a NaN
+// scale, so that it can never pass for numbers.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -8,6 +9,7 @@
 #include <cstring>
 
 #include "base/float16.h"
+#include "format/block_scale.h"
 
 namespace syshax::q4_0 {
 
@@ -19,30 +21,13 @@ struct Block {
 };
 static_assert(sizeof(Block) == 18);
 
-// In double the product is exact and the sum rounds once, as with a fused multiply-add.
-static inline uint8_t nibble(float x, float inverse) {
-  const int level = int(double(x) * double(inverse) + 8.5);
-  return uint8_t(level < 15 ? level : 15);
-}
+constexpr float kDivisors[8] = {-8.0f, -7.0f, -7.25f, -7.5f, -7.75f, -8.25f, -8.5f, -8.75f};
 
 static inline Block encode_block(const float* x) {
   Block block{};
-  float amax = 0.0f, max = 0.0f;
-  bool finite = true;
-  for (size_t i = 0; i < kValues; ++i) {
-    const float magnitude = std::fabs(x[i]);
-    finite &= magnitude <= 3.402823466e38f;
-    max = magnitude > amax ? x[i] : max;
-    amax = magnitude > amax ? magnitude : amax;
-  }
-  const float d = max / -8.0f;
-  const float inverse = finite && std::fabs(d) >= 0x1p-126f ? 1.0f / d : 0.0f;  // a smaller d is zero as fp16
-  block.scale = finite ? fp16_from_float(d) : 0x7e00;
-  for (size_t j = 0; j < kValues / 2; ++j) {
-    const uint8_t low = finite ? nibble(x[j], inverse) : 8;
-    const uint8_t high = finite ? nibble(x[j + kValues / 2], inverse) : 8;
-    block.q[j] = uint8_t(low | (high << 4));
-  }
+  float extreme, q[kValues] = {};
+  block.scale = find_extreme(x, &extreme) ? best_scale<true>(x, extreme, kDivisors, q) : 0x7e00;
+  for (size_t j = 0; j < kValues / 2; ++j) block.q[j] = uint8_t((int(q[j]) + 8) | ((int(q[j + kValues / 2]) + 8) << 4));
   return block;
 }
 
