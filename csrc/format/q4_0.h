@@ -26,7 +26,7 @@ constexpr float kDivisors[8] = {-8.0f, -7.0f, -7.25f, -7.5f, -7.75f, -8.25f, -8.
 static inline Block encode_block(const float* x) {
   Block block{};
   float extreme, q[kValues] = {};
-  block.scale = find_extreme(x, &extreme) ? best_scale<true>(x, extreme, kDivisors, q) : 0x7e00;
+  block.scale = find_extreme(x, &extreme) ? best_nibble_scale(x, extreme, kDivisors, q) : 0x7e00;
   for (size_t j = 0; j < kValues / 2; ++j) block.q[j] = uint8_t((int(q[j]) + 8) | ((int(q[j + kValues / 2]) + 8) << 4));
   return block;
 }

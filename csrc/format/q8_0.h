@@ -1,6 +1,5 @@
-// q8_0: blocks of 32 values, ggml's contents: fp16 scale d, then 32 int8 q = round(x / d); value = q * d. The encoder
-// takes the d of least squared error among 16, the largest value being 127 to 119.5 steps. A block with a NaN or an
-// infinity gets a NaN scale, so that it can never pass for numbers.
+// q8_0: blocks of 32 values, ggml's contents: fp16 scale d = amax / 127, then 32 int8 q = round(x / d); value = q * d.
+// A block with a NaN or an infinity gets a NaN scale, so that it can never pass for numbers.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -20,18 +19,22 @@ struct Block {
 };
 static_assert(sizeof(Block) == 34);
 
-constexpr float kDivisors[16] = {127.0f, 126.5f, 126.0f, 125.5f, 125.0f, 124.5f, 124.0f, 123.5f,
-                                 123.0f, 122.5f, 122.0f, 121.5f, 121.0f, 120.5f, 120.0f, 119.5f};
-
 static inline Block encode_block(const float* x) {
   Block block{};
-  float extreme, q[kValues];
+  float extreme;
   if (!find_extreme(x, &extreme)) {
     block.scale = 0x7e00;
     return block;
   }
-  block.scale = best_scale<false>(x, std::fabs(extreme), kDivisors, q);
-  for (size_t i = 0; i < kValues; ++i) block.q[i] = int8_t(q[i]);
+  const float d = std::fabs(extreme) / 127.0f;
+  const float inverse = d >= 0x1p-126f ? 1.0f / d : 0.0f;  // a smaller d is zero as fp16
+  block.scale = fp16_from_float(d);
+  for (size_t i = 0; i < kValues; ++i) {  // half away from zero, as ggml rounds
+    const float scaled = x[i] * inverse;
+    const int whole = int(scaled);
+    const float rest = scaled - float(whole);
+    block.q[i] = int8_t(whole + (rest >= 0.5f) - (rest <= -0.5f));
+  }
   return block;
 }
 

@@ -39,27 +39,31 @@ def with_scale(scale: npt.NDArray[np.float16], q: npt.NDArray[np.integer]) -> By
     )
 
 
-DIVISORS = {
-    "q8_0": [127 - i / 2 for i in range(16)],
-    "q4_0": [-8.0, *(-m / 4 for m in range(28, 36) if m != 32)],
-}
-LEVELS = {"q8_0": (-127, 127), "q4_0": (-8, 7)}
+def encode_q8_0(blocks: FloatArray) -> ByteArray:
+    finite = np.isfinite(blocks).all(axis=1)
+    x = np.where(finite[:, None], blocks, 0)
+    d = np.abs(x).max(axis=1) / np.float32(127)
+    inverse = np.where(d < 2.0**-126, np.float32(0), np.float32(1) / d).astype(np.float32)
+    scaled = x * inverse[:, None]
+    q = (np.sign(scaled) * np.floor(np.abs(scaled).astype(np.float64) + 0.5)).astype(np.int8)
+    return with_scale(np.where(finite, d, np.float32("nan")).astype(np.float16), q)
 
 
-def best_levels(format: str, x: FloatArray) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int8]]:
+NIBBLE_DIVISORS = [-8.0, *(-m / 4 for m in range(28, 36) if m != 32)]
+
+
+def best_nibbles(x: FloatArray) -> tuple[npt.NDArray[np.float16], npt.NDArray[np.int8]]:
     """x [blocks, 32], finite -> scale and integers of the candidate with the least squared error, the first at a tie.
     float32 throughout, the errors added in four lanes."""
     extreme = np.take_along_axis(x, np.abs(x).argmax(axis=1)[:, None], axis=1)[:, 0]
-    if format == "q8_0":
-        extreme = np.abs(extreme)
     best = np.full(len(x), np.inf, np.float32)
     scales, levels = np.zeros(len(x), np.float16), np.zeros(x.shape, np.int8)
-    for i, divisor in enumerate(DIVISORS[format]):
+    for i, divisor in enumerate(NIBBLE_DIVISORS):
         scale = (extreme / np.float32(divisor)).astype(np.float16)
         wide = scale.astype(np.float32)[:, None]
         tiny = np.abs(extreme) < 1e-30
         inverse = np.where(tiny, 0, np.float32(divisor) / np.where(tiny, 1, extreme)).astype(np.float32)[:, None]
-        q = np.clip(np.rint(x * inverse), *LEVELS[format])
+        q = np.clip(np.rint(x * inverse), -8, 7)
         squares = ((q * wide - x) ** 2).reshape(len(x), 8, 4)
         sums = np.zeros((len(x), 4), np.float32)
         for part in range(8):
@@ -71,15 +75,9 @@ def best_levels(format: str, x: FloatArray) -> tuple[npt.NDArray[np.float16], np
     return scales, levels
 
 
-def encode_q8_0(blocks: FloatArray) -> ByteArray:
-    finite = np.isfinite(blocks).all(axis=1)
-    scale, q = best_levels("q8_0", np.where(finite[:, None], blocks, 0).astype(np.float32))
-    return with_scale(np.where(finite, scale, np.float16("nan")), q)
-
-
 def encode_q4_0(blocks: FloatArray) -> ByteArray:
     finite = np.isfinite(blocks).all(axis=1)
-    scale, q = best_levels("q4_0", np.where(finite[:, None], blocks, 0).astype(np.float32))
+    scale, q = best_nibbles(np.where(finite[:, None], blocks, 0).astype(np.float32))
     nibbles = (q + 8).astype(np.uint8)
     return with_scale(np.where(finite, scale, np.float16("nan")), nibbles[:, :16] | nibbles[:, 16:] << 4)
 
