@@ -1,4 +1,4 @@
-"""Twenty user turns with short, well-known answers: what the demo model's greedy text is compared on."""
+"""User turns that the demo model's greedy text is compared on: twenty with short, well-known answers, and forty more."""
 
 CHAT_PROMPTS = [
     "What is the capital of France?",
@@ -22,3 +22,17 @@ CHAT_PROMPTS = [
     "What comes after Tuesday?",
     "Tell me a fact about elephants.",
 ]
+
+_TOPICS = [
+    "the moon", "volcanoes", "honey bees", "the French Revolution", "photosynthesis", "gravity", "bread",
+    "the Great Wall of China", "penguins", "electric cars",
+]  # fmt: skip
+_REQUESTS = [
+    "Tell me about {}.",
+    "Explain {} to a child.",
+    "Write one surprising fact about {}.",
+    "Why are people interested in {}?",
+]
+
+MORE_PROMPTS = [request.format(topic) for topic in _TOPICS for request in _REQUESTS]
+"""Forty more, for figures that twenty are too few for."""
