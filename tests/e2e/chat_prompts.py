@@ -1,4 +1,4 @@
-"""User turns that the demo model's greedy text is compared on: twenty with short, well-known answers, and forty more."""
+"""User turns that the demo model's greedy text is compared on: twenty with short, well-known answers; forty more."""
 
 CHAT_PROMPTS = [
     "What is the capital of France?",
