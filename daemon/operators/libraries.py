@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from syshax.errors import ConfigError
+from syshax.errors import ConfigError, SyshaxError
 from syshax.protocol import OperatorLibrary
 from syshaxd.config import Config
 from syshaxd.core import Core, core_errors
@@ -76,7 +76,7 @@ def _load_all(core: Core, directory: Path) -> Iterator[OperatorLibrary]:
     for path in found:
         try:
             yield load_library(core, path)
-        except ConfigError as error:
+        except SyshaxError as error:
             yield OperatorLibrary(path=str(path), loaded=False, reason=error.message)
 
 
