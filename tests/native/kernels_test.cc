@@ -108,15 +108,21 @@ class Product {
     for (size_t i = 0; i < k_padded_; ++i) {
       uint16_t half;
       std::memcpy(&half, row + 2 * i, 2);
-      if (name == "q8")
-        values[i] = double(reinterpret_cast<const int8_t*>(row)[i]) * q8_scales(row, k_padded_)[i / 32];
-      else
+      if (name == "q8" || name == "q8x2") {
+        values[i] = q8_value(row, i);
+        if (name == "q8x2") values[i] += q8_value(row + q8_row_bytes(k_padded_), i);
+      } else {
         values[i] = name == "bf16" ? bf16_to_float(half) : reinterpret_cast<const float*>(row)[i];
+      }
     }
     return values;
   }
 
  private:
+  double q8_value(const char* row, size_t i) const {
+    return double(static_cast<int8_t>(row[i])) * q8_scales(row, k_padded_)[i / 32];
+  }
+
   const syshax_kernel& kernel_;
   const Case case_;
   const size_t k_padded_;
@@ -133,7 +139,8 @@ class Product {
 void check_against_float64(const syshax_kernel& kernel, const Product& product, const Case& c,
                            const std::vector<float>& weights, size_t k_padded) {
   const bool bf16 = std::string(kernel.activation->name) == "bf16";
-  const bool q8 = std::string(kernel.activation->name) == "q8";
+  const bool twice = std::string(kernel.activation->name) == "q8x2";
+  const bool q8 = twice || std::string(kernel.activation->name) == "q8";
   for (uint32_t t = 0; t < c.tokens; ++t) {
     const std::vector<double> a = product.activations(t);
     for (uint32_t r = 0; r < c.rows; ++r) {
@@ -145,7 +152,8 @@ void check_against_float64(const syshax_kernel& kernel, const Product& product, 
         singles += std::fabs(w) + std::fabs(a[i]);
       }
       if (!(magnitudes < 3e38)) continue;
-      double bound = magnitudes * double(k_padded + 4) * 0x1p-24 + double(k_padded) * 0x1p-149 * (q8 ? 128 * 127 : 1);
+      const double terms = double(k_padded) * (twice ? 2 : 1);
+      double bound = magnitudes * (terms + 4) * 0x1p-24 + terms * 0x1p-149 * (q8 ? 128 * 127 : 1);
       if (bf16) bound += (double(k_padded) + singles) * 0x1p-126;
       if (!(std::fabs(product.at(t, r) - exact) <= bound))
         fail("%s: token %u row %u is %.9g, float64 says %.9g +- %.3g (%u rows, %u tokens, k %zu, %s)", kernel.name, t,
@@ -219,11 +227,17 @@ void check_packer(const syshax_activation& packer) {
       for (size_t i = 0; i < values; ++i) halves[i] = bf16_from_float(x[i]);
       std::memcpy(wanted.get() + 128, halves.data(), halves.size() * 2);
     } else {
-      (name == "q8" ? activation_q8_scalar : activation_f32_scalar).pack(x.data(), values, 64, kPadded, wanted.get());
+      const syshax_activation& reference = name == "q8"     ? activation_q8_scalar
+                                           : name == "q8x2" ? activation_q8x2_scalar
+                                                            : activation_f32_scalar;
+      reference.pack(x.data(), values, 64, kPadded, wanted.get());
     }
     // A NaN scale may be any NaN.
-    for (size_t block = 0; name == "q8" && block < kPadded / 32; ++block) {
-      float &a = q8_scales(row.get(), kPadded)[block], &b = q8_scales(wanted.get(), kPadded)[block];
+    const size_t terms = name == "q8x2" ? 2 : name == "q8" ? 1 : 0;
+    for (size_t i = 0; i < terms * kPadded / 32; ++i) {
+      const size_t at = i / (kPadded / 32) * q8_row_bytes(kPadded);
+      float &a = q8_scales(row.get() + at, kPadded)[i % (kPadded / 32)],
+            &b = q8_scales(wanted.get() + at, kPadded)[i % (kPadded / 32)];
       if (a != a && b != b) a = b;
     }
     if (std::memcmp(row.get(), wanted.get(), packer.row_bytes(kPadded)) != 0)

@@ -48,12 +48,13 @@ std::string describe(const Setting& s) {
 // What the kernel multiplies with instead of `row`.
 Row quantised(const Row& row, const std::string& activation) {
   Row result = row;
-  if (activation == "q8") {
+  if (activation == "q8" || activation == "q8x2") {
+    const double lost = activation == "q8" ? 0.5 + 127 * 8 * kUnit : 0.501 / 254 + 127 * 8 * kUnit;
     for (size_t block = 0; block < row.size(); block += 32) {
       double most = 0;
       const size_t end = std::min(block + 32, row.size());
       for (size_t i = block; i < end; ++i) most = std::max(most, std::fabs(row[i].value) + row[i].error);
-      for (size_t i = block; i < end; ++i) result[i].error += most / 127 * (0.5 + 127 * 8 * kUnit);
+      for (size_t i = block; i < end; ++i) result[i].error += most / 127 * lost;
     }
   } else if (activation == "bf16") {
     for (Bounded& x : result) x.error += (std::fabs(x.value) + x.error) * 0x1p-8;
