@@ -13,7 +13,7 @@ from syshax.errors import InvalidArgumentError
 from syshaxd.bench.peers import PEERS
 
 Document = Mapping[str, Any]
-COLOURS = {"bf16": "#1f5fa8", "fp16": "#7a4fb5", "q8_0": "#c2571a", "q4_0": "#2f8f4e", "int8_row": "#8a6d1d"}
+COLOURS = {"bf16": "#1f5fa8", "fp16": "#7a4fb5", "q8_0": "#c2571a", "q4_0": "#2f8f4e", "int8row": "#8a6d1d"}
 PEER_MARKS = dict(zip(PEERS, ("x", "+", "1", "2", "3"), strict=True))
 WIDTH_COLOURS = {16: COLOURS["bf16"], 8: COLOURS["q8_0"], 4: COLOURS["q4_0"]}
 

@@ -103,7 +103,7 @@ def test_the_table_speaks_of_what_is_measured() -> None:
         assert target.measure in OF_POINTS or target.measure in OF_STEPS
         assert target.at_least > 0
         assert set(target.shapes) <= set(SHAPES)
-        assert set(target.formats) <= {*suite.FORMATS, "int8_row"}
+        assert set(target.formats) <= {*suite.FORMATS, "int8row"}
         assert set(target.tokens) <= set(suite.TOKENS)
 
 

@@ -82,5 +82,5 @@ PEERS = {
         {"bf16": PeerFormat(16, 2.0), "int8_row": PeerFormat(8, 1.0), "int4_g32": PeerFormat(4, 0.5 + 2 / 32)},
     ),
 }
-WIDTH_OF_FORMAT = {"bf16": 16, "fp16": 16, "q8_0": 8, "q4_0": 4, "int8_row": 8}
+WIDTH_OF_FORMAT = {"bf16": 16, "fp16": 16, "q8_0": 8, "q4_0": 4, "int8row": 8}
 """Our formats' widths: a point is compared with peers of the same."""
