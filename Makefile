@@ -55,9 +55,12 @@ format:
 
 setup-bench: setup
 	@$(BOOTSTRAP) venv bench
+	@$(VENV)/bin/cmake -S csrc/examples/int8row -B build/int8row -DSYSHAX_INCLUDE=$(CURDIR)/csrc/include >/dev/null
+	@$(VENV)/bin/cmake --build build/int8row >/dev/null
 
 bench: setup-bench  ## everything measured and held against what it must reach (QUICK=1: minutes); plot in bench-results/
-	@$(VENV)/bin/syshaxd bench all $(if $(QUICK),--quick) $(BENCH_OPTIONS)
+	@$(VENV)/bin/syshaxd bench all $(if $(QUICK),--quick) --operators build/int8row/libint8row.so \
+		--formats bf16,fp16,q8_0,q4_0,int8row $(BENCH_OPTIONS)
 
 clean:  ## remove everything that was built, the virtual environment too
 	rm -rf $(VENV) build .demo bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
