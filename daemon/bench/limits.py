@@ -113,11 +113,18 @@ class LimitMeter:
         now: dict[str, float] = {}
         with calling_thread_on(self.plan.nodes[0].cpus):
             for limit in limits:
-                loops = self._loops[limit]
                 for name, per_second in self._bench.measure(limit, seconds):
-                    loops[name] = max(loops.get(name, 0.0), per_second / 1e9)
+                    self._note(limit, name, per_second / 1e9)
                     now[FIELDS[limit]] = max(now.get(FIELDS[limit], 0.0), per_second / 1e9)
         return now
+
+    def _note(self, limit: str, name: str, value: float) -> None:
+        """A loop that may set several limits counts for all of them."""
+        best = max([value, *(loops[name] for loops in self._loops.values() if name in loops)])
+        self._loops[limit][name] = best
+        for loops in self._loops.values():
+            if name in loops:
+                loops[name] = best
 
     def raise_to(self, limit: str, value: float, by: str) -> bool:
         """A benchmark reached `value` GB/s or G(FL)OP/s. True when that exceeds all that was measured before."""

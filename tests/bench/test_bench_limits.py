@@ -46,6 +46,8 @@ def test_figures(small_caches: None) -> None:
         assert loops and loops == sorted(loops, reverse=True)
         assert record[field] >= loops[0]
         assert any(record["winners"][limit] in found for found in record["loops"].values())
+    shared = record["loops"]["fp32"].keys() & record["loops"]["bf16"].keys()
+    assert shared and all(record["loops"]["fp32"][loop] == record["loops"]["bf16"][loop] for loop in shared)
     assert os.sched_getaffinity(0) == affinity
 
 
