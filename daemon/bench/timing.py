@@ -110,17 +110,23 @@ def one_sample(call: Call) -> Sample:
 
 def time_calls(call: Call, seconds: float) -> Timing:
     """Calls for about `seconds`, after one or two that do not count unless they are long; longer while not quiet."""
-    load = OtherLoad()
+    load, begin = OtherLoad(), time.perf_counter()
     first, touched = call()
-    samples = [Sample((first,), (touched,), load.cpus())] if first >= LONG_SECONDS else []
-    if first < SAMPLE_SECONDS:
-        call()
-    begin = time.perf_counter()
-    while True:
+    samples: list[Sample] = []
+    if first >= LONG_SECONDS:
+        samples.append(Sample((first,), (touched,), load.cpus()))
+    else:
+        if first < SAMPLE_SECONDS:
+            call()
+        begin = time.perf_counter()
+    while not enough(samples, time.perf_counter() - begin, seconds, calls_wanted(first)):
         samples.append(one_sample(call))
-        spent, calls = time.perf_counter() - begin, sum(len(sample.seconds) for sample in samples)
-        if spent < seconds or calls < calls_wanted(first):
-            continue
-        quiet = sum(sample.others <= QUIET_CPUS for sample in samples)
-        if quiet >= min(ENOUGH_QUIET, len(samples)) or spent > PATIENCE * seconds:
-            return summary(samples)
+    return summary(samples)
+
+
+def enough(samples: Sequence[Sample], spent: float, seconds: float, calls: int) -> bool:
+    """Whether a median may be taken after `spent` of the `seconds` wanted."""
+    if not samples or spent < seconds or sum(len(sample.seconds) for sample in samples) < calls:
+        return False
+    quiet = sum(sample.others <= QUIET_CPUS for sample in samples)
+    return quiet >= min(ENOUGH_QUIET, len(samples)) or spent > PATIENCE * seconds

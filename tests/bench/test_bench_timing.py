@@ -63,3 +63,11 @@ def test_calls_are_enough_for_a_median(seconds: float, fewest: int) -> None:
     result = time_calls(call, 0.0)
     assert fewest <= result.calls < calls
     assert result.seconds == seconds and result.touched == 4.0 and result.touched_per_second == 4.0 / seconds
+
+
+def test_more_is_measured_while_it_is_not_quiet_but_not_for_ever() -> None:
+    quiet, busy = sample(0.0, 1.0), sample(1.0, 1.0)
+    assert not timing.enough([], 9.0, 1.0, 1) and not timing.enough([quiet] * 5, 0.9, 1.0, 1)
+    assert timing.enough([quiet] * 5, 1.1, 1.0, 5) and not timing.enough([quiet] * 4, 1.1, 1.0, 5)
+    assert not timing.enough([quiet, quiet, busy], 1.1, 1.0, 1) and timing.enough([quiet] * 3 + [busy], 1.1, 1.0, 1)
+    assert not timing.enough([busy] * 9, 2.9, 1.0, 1) and timing.enough([busy] * 9, 3.1, 1.0, 1)
