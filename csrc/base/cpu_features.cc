@@ -8,6 +8,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -75,6 +77,7 @@ constexpr IsaStep kSteps[] = {
     {"avx512", SYSHAX_CPU_AVX512, 0},
     {"avx512vnni", SYSHAX_CPU_AVX512VNNI, SYSHAX_CPU_AVXVNNI},
     {"avx512bf16", SYSHAX_CPU_AVX512BF16, SYSHAX_CPU_AVX512FP16},
+    {"amx", SYSHAX_CPU_AMX_INT8 | SYSHAX_CPU_AMX_BF16, 0},
 };
 
 uint64_t enabled_states() {
@@ -83,7 +86,13 @@ uint64_t enabled_states() {
   return (uint64_t(high) << 32) | low;
 }
 
-// AMX is not reported: a process must first ask Linux for its tile state, which belongs with the kernels that use it.
+// Linux gives a process tile registers on request alone, and may refuse.
+bool tiles_granted(uint64_t states) {
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of arch_prctl
+  constexpr uint64_t kTileStates = 3ull << 17;
+  return (states & kTileStates) == kTileStates && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 uint64_t read_hardware() {
   unsigned a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
@@ -104,6 +113,11 @@ uint64_t read_hardware() {
   if (c7 & (1u << 11)) bits |= SYSHAX_CPU_AVX512VNNI;
   if (a71 & (1u << 5)) bits |= SYSHAX_CPU_AVX512BF16;
   if (d7 & (1u << 23)) bits |= SYSHAX_CPU_AVX512FP16;
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24, kAmxInt8 = 1u << 25;
+  if ((d7 & kAmxTile) && tiles_granted(states)) {
+    if (d7 & kAmxInt8) bits |= SYSHAX_CPU_AMX_INT8;
+    if (d7 & kAmxBf16) bits |= SYSHAX_CPU_AMX_BF16;
+  }
   return bits;
 }
 #else

@@ -16,7 +16,10 @@ namespace syshax {
 namespace {
 
 constexpr uint32_t kFloat32 = 1u << SYSHAX_FLOAT32, kBfloat16 = 1u << SYSHAX_BFLOAT16;
-constexpr uint32_t kAnyDtype = kFloat32 | 1u << SYSHAX_FLOAT16 | kBfloat16;
+constexpr uint32_t kHalves = 1u << SYSHAX_FLOAT16 | kBfloat16, kAnyDtype = kFloat32 | kHalves;
+// What the AMX kernels are made of beside tiles.
+constexpr uint64_t kAmxInt8 = SYSHAX_CPU_AMX_INT8 | SYSHAX_CPU_AVX512VNNI | SYSHAX_CPU_AVX512;
+constexpr uint64_t kAmxBf16 = SYSHAX_CPU_AMX_BF16 | SYSHAX_CPU_AVX512BF16 | SYSHAX_CPU_AVX512;
 
 #define SYSHAX_KERNEL(weight, activation, isa, packer, features, dtypes, rank) \
   const syshax_kernel kernel_##weight##_##activation##_##isa = {               \

@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "c++")
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", f"-I{CSRC}", f"-I{CSRC}/include"]
+EMULATED = ("AVX512", "AVX512VNNI", "AVX512BF16", "AMX_INT8", "AMX_BF16")
 ARM = ("_neon", "_dotprod", "_i8mm", "_armbf16")
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 
@@ -65,7 +66,7 @@ def _flags_for(source: Path) -> list[str]:
     """What is tested is optimised a little; the rest is only there to hold it."""
     if source.stem.endswith("_avx2"):
         return [*AVX2, "-O0"]
-    if "_avx512" in source.stem:  # the CPU's own instructions may serve the software version
+    if "_avx512" in source.stem or source.stem.endswith("_amx"):  # the CPU's own instructions may serve the software version
         return [f"-I{HERE / 'emulated'}", "-O1", "-march=native", "-Wno-psabi"]
     if source.stem.startswith("conformance"):  # loops over every product
         return ["-O1"]
@@ -87,7 +88,7 @@ def compile_emulated_core(folder: Path) -> Path:
         return module
     work.mkdir(parents=True, exist_ok=True)
     includes = [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
-    features = "SYSHAX_CPU_AVX512|SYSHAX_CPU_AVX512VNNI|SYSHAX_CPU_AVX512BF16"
+    features = "|".join(f"SYSHAX_CPU_{name}" for name in EMULATED)
     define = f"-DSYSHAX_EMULATED_FEATURES=({features})"
 
     def one(source: Path) -> str:

@@ -1,4 +1,4 @@
-"""The cores that kernel tests run on: the installed one, and one whose AVX-512 is software, so that those kernels are
+"""The cores that kernel tests run on: the installed one, and one whose AVX-512 and AMX are software, so that those kernels are
 tested on CPUs that lack it."""
 
 import importlib.util
@@ -33,7 +33,7 @@ class Row:
 def kernel_rows() -> list[Row]:
     """Every row that can run here."""
     rows = [Row("native", kernel) for kernel in _core.kernels() if kernel["usable"]]
-    return rows + [Row("emulated", k) for k in _core.kernels() if k["isa"].startswith("avx512")]
+    return rows + [Row("emulated", k) for k in _core.kernels() if k["isa"].startswith("avx512") or k["isa"] == "amx"]
 
 
 class VectorTable:

@@ -239,4 +239,97 @@ SYSHAX_LOOP __m512 _mm512_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
   return sum;
 }
 
+// ---- tiles ----
+namespace emulated {
+
+// What LDTILECFG reads, and eight registers of 16 rows of 64 bytes. Rows and bytes beyond the configured ones are zero
+// after every instruction that writes a tile; an instruction on tiles that are not configured ends the process, as the
+// hardware's fault would.
+struct TileState {
+  bool configured = false;
+  uint8_t rows[16];
+  uint16_t row_bytes[16];
+  alignas(64) uint8_t data[8][16][64];
+};
+inline thread_local TileState tiles;
+
+SYSHAX_LOOP void require_tiles(bool good) {
+  if (!good) __builtin_trap();
+}
+SYSHAX_LOOP void require_shapes(int sum, int a, int b) {
+  const auto& t = tiles;
+  require_tiles(t.configured && t.rows[sum] == t.rows[a] && t.row_bytes[sum] == t.row_bytes[b] &&
+                t.row_bytes[a] == 4 * t.rows[b] && sum != a && sum != b && a != b);
+}
+SYSHAX_LOOP uint32_t tile_word(int tile, int row, int word) {
+  uint32_t value;
+  std::memcpy(&value, &tiles.data[tile][row][4 * word], 4);
+  return value;
+}
+
+}  // namespace emulated
+
+SYSHAX_LOOP void _tile_loadconfig(const void* p) {
+  const auto* bytes = static_cast<const uint8_t*>(p);
+  auto& t = emulated::tiles;
+  emulated::require_tiles(bytes[0] == 1 && bytes[1] == 0);
+  for (int i = 2; i < 16; ++i) emulated::require_tiles(bytes[i] == 0);
+  std::memcpy(t.row_bytes, bytes + 16, 32);
+  std::memcpy(t.rows, bytes + 48, 16);
+  for (int i = 0; i < 16; ++i)
+    emulated::require_tiles(t.rows[i] <= 16 && t.row_bytes[i] <= 64 && t.row_bytes[i] % 4 == 0);
+  std::memset(t.data, 0, sizeof t.data);
+  t.configured = true;
+}
+SYSHAX_LOOP void _tile_release() { emulated::tiles.configured = false; }
+SYSHAX_LOOP void _tile_zero(int tile) {
+  emulated::require_tiles(emulated::tiles.configured);
+  std::memset(emulated::tiles.data[tile], 0, sizeof emulated::tiles.data[tile]);
+}
+SYSHAX_LOOP void _tile_loadd(int tile, const void* base, size_t stride) {
+  auto& t = emulated::tiles;
+  emulated::require_tiles(t.configured && t.rows[tile] > 0);
+  std::memset(t.data[tile], 0, sizeof t.data[tile]);
+  for (int row = 0; row < t.rows[tile]; ++row)
+    std::memcpy(t.data[tile][row], static_cast<const char*>(base) + row * stride, t.row_bytes[tile]);
+}
+SYSHAX_LOOP void _tile_stored(int tile, void* base, size_t stride) {
+  auto& t = emulated::tiles;
+  emulated::require_tiles(t.configured && t.rows[tile] > 0);
+  for (int row = 0; row < t.rows[tile]; ++row)
+    std::memcpy(static_cast<char*>(base) + row * stride, t.data[tile][row], t.row_bytes[tile]);
+}
+// Signed bytes of a, unsigned bytes of b.
+SYSHAX_LOOP void _tile_dpbsud(int sum, int a, int b) {
+  using namespace emulated;
+  require_shapes(sum, a, b);
+  for (int m = 0; m < tiles.rows[sum]; ++m) {
+    for (int n = 0; n < tiles.row_bytes[sum] / 4; ++n) {
+      uint32_t total = tile_word(sum, m, n);
+      for (int k = 0; k < 4 * tiles.rows[b]; ++k) {
+        const int x = int8_t(tiles.data[a][m][k]), y = tiles.data[b][k / 4][4 * n + k % 4];
+        total += uint32_t(x * y);
+      }
+      std::memcpy(&tiles.data[sum][m][4 * n], &total, 4);
+    }
+  }
+}
+// Even and odd products are summed apart, then added; subnormals are zero.
+SYSHAX_LOOP void _tile_dpbf16ps(int sum, int a, int b) {
+  using namespace emulated;
+  require_shapes(sum, a, b);
+  for (int m = 0; m < tiles.rows[sum]; ++m) {
+    for (int n = 0; n < tiles.row_bytes[sum] / 4; ++n) {
+      float even = 0, odd = 0;
+      for (int k = 0; k < tiles.rows[b]; ++k) {
+        const uint32_t x = tile_word(a, m, k), y = tile_word(b, k, n);
+        even = flushed(__builtin_fmaf(bf16(x & 0xffff), bf16(y & 0xffff), even));
+        odd = flushed(__builtin_fmaf(bf16(x >> 16), bf16(y >> 16), odd));
+      }
+      const float total = flushed(flushed(as<float>(tile_word(sum, m, n))) + flushed(even + odd));
+      std::memcpy(&tiles.data[sum][m][4 * n], &total, 4);
+    }
+  }
+}
+
 #undef SYSHAX_LOOP
