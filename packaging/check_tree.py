@@ -49,12 +49,22 @@ def faults(path: Path) -> list[str]:
     return found
 
 
+def missing_guards() -> list[str]:
+    """Tests that tests/GUARDS.md names and that do not exist."""
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "tests/GUARDS.md").read_text())
+    assert named, "tests/GUARDS.md names no test"
+    return [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+
+
 def main() -> int:
     bad = 0
     for path in tracked():
         for fault in faults(path):
             print(f"{path.relative_to(ROOT)}: {fault}")
             bad += 1
+    for test in missing_guards():
+        print(f"tests/GUARDS.md: {test} does not exist")
+        bad += 1
     return 1 if bad else 0
 
 

@@ -107,6 +107,36 @@ def test_the_operator_has_a_shape_without_a_daemon() -> None:
         op.routed_experts(torch.empty(1, 8), torch.empty(1, 2), torch.zeros(1, 2, dtype=torch.int32), 0)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_experts_are_added_once_whatever_the_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank's part through the method's own code, summed as vLLM's runner sums: the experts' output, once."""
+    from syshax.vllm import method, op
+
+    class Attached:
+        def layer_index(self, prefix: str, **geometry: int) -> int:
+            return 0
+
+        def moe(self, layer: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return 3 * x
+
+    attached = Attached()
+    op.bind(attached)
+    monkeypatch.setattr(method, "attach", lambda config: attached)
+    monkeypatch.setattr(method, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(method, "check_layer", lambda *_: None)
+    monkeypatch.setattr(method, "check_parallel", lambda *_: None)
+    x = torch.randn(5, 64)
+    total = torch.zeros_like(x)
+    for rank in range(ranks):
+        monkeypatch.setattr(method, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        part = method.SyshaxExpertsMethod(SimpleNamespace(intermediate_size=32), "model.layers.0.mlp.experts")
+        owner = torch.nn.Module()
+        owner.global_num_experts, owner.top_k = 4, 2
+        part.create_weights(owner, 4, 64, 32 // ranks, torch.float32)
+        total += part.apply(owner, x, torch.ones(5, 2), torch.zeros(5, 2, dtype=torch.int32))
+    assert torch.equal(total, 3 * x)
+
+
 def test_graphs_are_cut_where_vllm_cuts_them_and_around_experts() -> None:
     from vllm.config import CompilationConfig
 

@@ -66,7 +66,9 @@ def _flags_for(source: Path) -> list[str]:
     """What is tested is optimised a little; the rest is only there to hold it."""
     if source.stem.endswith("_avx2"):
         return [*AVX2, "-O0"]
-    if "_avx512" in source.stem or source.stem.endswith("_amx"):  # the CPU's own instructions may serve the software version
+    if "_avx512" in source.stem or source.stem.endswith(
+        "_amx"
+    ):  # the CPU's own instructions may serve the software version
         return [f"-I{HERE / 'emulated'}", "-O1", "-march=native", "-Wno-psabi"]
     if source.stem.startswith("conformance"):  # loops over every product
         return ["-O1"]
