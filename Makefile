@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-test setup-bench model demo test test-fast check format bench docs clean
+.PHONY: help system setup setup-test setup-bench model demo test test-fast test-arm sanitize check format bench docs clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -40,6 +40,14 @@ test: setup-test  ## the whole test suite, real vLLM included
 
 test-fast: setup-test  ## without vLLM and the demo model
 	@$(PY) -m pytest -m "not vllm and not model" $(PYTEST_OPTIONS)
+
+# CI sets NATIVE_TESTS=short.
+test-arm: setup  ## the core and its native tests for aarch64, on emulated CPUs (Debian)
+	@$(BOOTSTRAP) system arm
+	@packaging/native_tests.sh arm $(NATIVE_TESTS)
+
+sanitize: setup  ## the native tests under the address, undefined-behaviour and thread sanitizers
+	@packaging/native_tests.sh sanitize $(NATIVE_TESTS)
 
 check: setup-test  ## formatting, lint, types, documentation that must match the code
 	@$(VENV)/bin/ruff format --check client daemon tests setup.py

@@ -2,7 +2,7 @@
 # Brings a checkout from nothing to a working .venv. Called by the Makefile; every stage is safe to repeat and does
 # nothing when its work is done.
 #
-#   bootstrap.sh system           check the system, install missing system packages
+#   bootstrap.sh system [arm]     check the system, install missing system packages; arm: those of make test-arm too
 #   bootstrap.sh venv [test|bench]  make .venv with everything pinned in packaging/requirements/
 #   bootstrap.sh core             build and install syshax itself into .venv
 #   bootstrap.sh model            make the demo model
@@ -52,10 +52,11 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Pyth
 }
 
 missing_packages() {
-    local kind=$1 python wanted package
+    local kind=$1 purpose=$2 python wanted package
     python=$(find_python)
     if [ "$kind" = debian ]; then
         wanted="g++ make git libhwloc-dev libnuma1"
+        [ "$purpose" != arm ] || wanted="$wanted g++-aarch64-linux-gnu qemu-user"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-venv python3-dev"
         for package in $wanted; do
             dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || printf '%s ' "$package"
@@ -70,9 +71,12 @@ missing_packages() {
 }
 
 stage_system() {
-    local kind missing install update sudo=""
+    local kind missing install update sudo="" purpose=${1:-}
     kind=$(system_kind)
-    missing=$(missing_packages "$kind")
+    [ "$purpose/$kind" != arm/openeuler ] ||
+        die "make test-arm knows where Debian has its cross-compiler and emulator for aarch64, and no other system's" \
+            "run it on Debian, or make test on an aarch64 machine"
+    missing=$(missing_packages "$kind" "$purpose")
     if [ -n "$missing" ]; then
         if [ "$kind" = debian ]; then
             update="apt-get update -qq" install="env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing"
