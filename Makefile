@@ -50,16 +50,17 @@ sanitize: setup  ## the native tests under the address, undefined-behaviour and 
 	@packaging/native_tests.sh sanitize $(NATIVE_TESTS)
 
 check: setup-test  ## formatting, lint, types, documentation that must match the code
-	@$(VENV)/bin/ruff format --check client daemon tests setup.py
-	@$(VENV)/bin/ruff check client daemon tests setup.py
-	@$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc')
+	@$(VENV)/bin/ruff format --check client daemon tests packaging setup.py
+	@$(VENV)/bin/ruff check client daemon tests packaging setup.py
+	@$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc' 'tests/native/*')
 	@cd / && $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) --cache-dir $(abspath build/mypy)
 	@$(PY) packaging/check_tree.py
+	@$(PY) packaging/check_objects.py build/core
 
 format:
-	@$(VENV)/bin/ruff format client daemon tests setup.py
-	@$(VENV)/bin/ruff check --fix client daemon tests setup.py
-	@$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc')
+	@$(VENV)/bin/ruff format client daemon tests packaging setup.py
+	@$(VENV)/bin/ruff check --fix client daemon tests packaging setup.py
+	@$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc' 'tests/native/*')
 
 setup-bench: setup
 	@$(BOOTSTRAP) venv bench

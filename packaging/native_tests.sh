@@ -11,6 +11,7 @@ cd "$(dirname "$0")/.."
 
 VENV=${VENV:-.venv}
 JOBS=${JOBS:-2}
+PYTHON=$VENV/bin/python
 [ -d "$VENV/bin" ] && PATH=$(cd "$VENV/bin" && pwd):$PATH
 mode=${1:-} length=${2:-full}
 
@@ -49,6 +50,7 @@ test_arm() {
     say "building the core, the client's library and the tests for aarch64"
     build build/arm -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
         -DCMAKE_C_COMPILER=aarch64-linux-gnu-gcc -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+    "$PYTHON" packaging/check_objects.py build/arm --objdump aarch64-linux-gnu-objdump || die "an object file for aarch64 is not what its name says"
     say "running them on emulated CPUs"
     # max: everything; neoverse-n1: dot products; cortex-a72: neither.
     on max auto kernels_test vector_ops_test "moe_test $length" ring_stress
