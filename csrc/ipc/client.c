@@ -35,7 +35,8 @@ enum { ALIVE = 0x53594158 };
 static const uint64_t STEP_NS = 20000000;          /* how often a sleeper looks at the connection */
 static const uint64_t ABANDONED_STEP_NS = 1000000; /* while slots come back only by looking */
 
-enum slot_phase { SLOT_FREE, SLOT_HELD, SLOT_BUSY, SLOT_ABANDONED };
+/* CLAIMED: abandoned, and one thread looks whether its completion came. */
+enum slot_phase { SLOT_FREE, SLOT_HELD, SLOT_BUSY, SLOT_ABANDONED, SLOT_CLAIMED };
 
 struct slot {
   uint32_t phase; /* atomic */
@@ -293,17 +294,21 @@ static void free_slot(syshax_client* client, uint32_t slot) {
   if (__atomic_load_n(&client->slot_waiters, __ATOMIC_SEQ_CST)) futex_wake(&client->free_seq, 1, FUTEX_PRIVATE_FLAG);
 }
 
-/* Frees the slots that were given back before their completion came. 1: some are still out. */
+/* Frees the slots that were given back before their completion came. 1: some are still out. A slot is claimed before
+ * its tag is read: between two looks others might free it, use it again and give it back once more. */
 static int reclaim(syshax_client* client) {
   int out = 0;
   for (uint32_t slot = 0; slot < client->layout.num_slots; slot++) {
     struct slot* s = &client->slots[slot];
     uint32_t phase = SLOT_ABANDONED;
-    if (__atomic_load_n(&s->phase, __ATOMIC_ACQUIRE) != phase) continue;
-    if (!completed(client, slot, s->tag))
-      out = 1;
-    else if (__atomic_compare_exchange_n(&s->phase, &phase, SLOT_FREE, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+    if (!__atomic_compare_exchange_n(&s->phase, &phase, SLOT_CLAIMED, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+      out |= phase == SLOT_CLAIMED;
+    } else if (completed(client, slot, s->tag)) {
       free_slot(client, slot);
+    } else {
+      __atomic_store_n(&s->phase, SLOT_ABANDONED, __ATOMIC_RELEASE);
+      out = 1;
+    }
   }
   return out;
 }

@@ -106,13 +106,15 @@ class Product {
     const char* const row = rows_[token].get();
     std::vector<double> values(k_padded_);
     for (size_t i = 0; i < k_padded_; ++i) {
-      uint16_t half;
-      std::memcpy(&half, row + 2 * i, 2);
       if (name == "q8" || name == "q8x2") {
         values[i] = q8_value(row, i);
         if (name == "q8x2") values[i] += q8_value(row + q8_row_bytes(k_padded_), i);
+      } else if (name == "bf16") {
+        values[i] = bf16_to_float(reinterpret_cast<const uint16_t*>(row)[i]);
+      } else if (name == "f32") {
+        values[i] = reinterpret_cast<const float*>(row)[i];
       } else {
-        values[i] = name == "bf16" ? bf16_to_float(half) : reinterpret_cast<const float*>(row)[i];
+        fail("no reference for activations of kind %s", name.c_str());
       }
     }
     return values;
