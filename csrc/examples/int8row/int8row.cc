@@ -25,14 +25,20 @@ float scale_of(const float* x, size_t values) {
   return finite ? largest / 127.0f : nanf("");
 }
 
+// To nearest even: adding 1.5 * 2^23 leaves no bits for a fraction. Plain operations, so that loops become vectors.
 int quantize(float x, float scale) {
-  return scale > 0.0f ? int(fminf(fmaxf(nearbyintf(x / scale), -127.0f), 127.0f)) : 0;
+  const float q = x / scale, below = q > 127.0f ? 127.0f : q, clamped = below < -127.0f ? -127.0f : below;
+  return int((clamped + 0x1.8p23f) - 0x1.8p23f);
 }
 
 void encode(const float* src, size_t values, void* dst) {
   const float scale = scale_of(src, values);
   memcpy(dst, &scale, sizeof scale);
   int8_t* q = static_cast<int8_t*>(dst) + sizeof scale;
+  if (!(scale > 0.0f)) {
+    memset(q, 0, values);
+    return;
+  }
   for (size_t i = 0; i < values; ++i) q[i] = int8_t(quantize(src[i], scale));
 }
 
@@ -82,7 +88,7 @@ void finish_scalar(size_t k_padded, void* row) {
   for (size_t k = 0; k < k_padded; ++k) {  // writes never overtake reads
     float x;
     memcpy(&x, values + 4 * k, 4);
-    const int16_t q = int16_t(quantize(x, scale));
+    const int16_t q = scale > 0.0f ? int16_t(quantize(x, scale)) : 0;
     memcpy(values + 2 * k, &q, 2);
     header.sums[k / kSegment] += q;
   }

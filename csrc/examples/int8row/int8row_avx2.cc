@@ -14,7 +14,7 @@ namespace {
 struct Avx2 {
   static constexpr uint32_t kUnitRows = 8;
   static constexpr int kTokens = 6;
-  static constexpr int units_for(int tokens) { return tokens == 1 ? 4 : tokens == 2 ? 2 : 1; }
+  static constexpr int units_for(int tokens) { return tokens == 1 ? 8 : tokens == 2 ? 4 : 1; }
 
   // Four rows a vector: (k, k + 1) and (k + 2, k + 3) of a row are neighbours until the end.
   template <int U, int T>
@@ -22,7 +22,7 @@ struct Avx2 {
     __m256i sum[2 * U][T];
     const char* weights[U];
     const char* values[T];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int u = 0; u < U; ++u) {
       const uint32_t unit = place.unit + uint32_t(u);
       weights[u] = place.panels + unit / 2 * place.panel_bytes + kScaleBytes + unit % 2 * (kGroupBytes / 2) +
@@ -31,14 +31,15 @@ struct Avx2 {
 #pragma GCC unroll 6
     for (int t = 0; t < T; ++t) {
       values[t] = wide_values(place.tokens[t]) + 2 * place.begin;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
       for (int v = 0; v < 2 * U; ++v) sum[v][t] = _mm256_setzero_si256();
     }
     const size_t groups = (place.end - place.begin) / 4;
     for (size_t g = 0; g < groups; ++g) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int u = 0; u < U; ++u) {
         const __m128i* from = reinterpret_cast<const __m128i*>(weights[u] + g * kGroupBytes);
+        __builtin_prefetch(weights[u] + g * kGroupBytes + kAhead);
         const __m256i low = _mm256_cvtepi8_epi16(_mm_loadu_si128(from));
         const __m256i high = _mm256_cvtepi8_epi16(_mm_loadu_si128(from + 1));
 #pragma GCC unroll 6
@@ -55,7 +56,7 @@ struct Avx2 {
     }
 #pragma GCC unroll 6
     for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int u = 0; u < U; ++u) store(place, u, t, sum[2 * u][t], sum[2 * u + 1][t]);
     }
   }

@@ -42,6 +42,7 @@ struct Avx512Vnni {
       __m512i w[U];
 #pragma GCC unroll 4
       for (int u = 0; u < U; ++u) {
+        __builtin_prefetch(weights[u] + g * kGroupBytes + kAhead);
         w[u] = _mm512_xor_si512(_mm512_loadu_si512(weights[u] + g * kGroupBytes), _mm512_set1_epi32(int(0x80808080u)));
       }
 #pragma GCC unroll 6

@@ -9,6 +9,7 @@
 namespace int8row {
 namespace {
 
+constexpr size_t kAhead = 4096;       // bytes of a panel that are asked for early
 constexpr uint32_t kChunkPanels = 4;  // stay in the cache while all tokens pass over them
 
 // One tile's place: its first unit's group of the panel, its tokens, its outputs, and a segment of k.
