@@ -83,13 +83,43 @@ class Suite:
         self._comparison = Comparison()
         self._points: list[moe.Record] = []
         self._steps: list[step.StepRecord] = []
+        self._ring: dict[str, float] = {}
 
     def _possible_threads(self) -> list[int]:
         most = moe.make_bench_plan(self._core, 0).threads
         return [threads for threads in self._options.threads if threads <= most] or [most]
 
     def run(self) -> dict[str, Any]:
-        begin = time.time()
+        """Measures, and makes the document; of a run that is interrupted too."""
+        begin, complete = time.time(), True
+        try:
+            self._measure()
+        except KeyboardInterrupt:
+            complete = False
+            self._say("interrupted: the record holds what was measured so far")
+        document = {
+            "version": FORMAT_VERSION,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
+            "seconds": round(time.time() - begin),
+            "quick": self._options.quick,
+            "complete": complete,
+            "machine": describe_machine(self._core, next(iter(self._plans.values()))),
+            "limits": [meter.record() for meter in self._meters.values()],
+            "points": self._points,
+            "peers": self._comparison.records,
+            "peers_absent": self._comparison.absent,
+            "ring": self._ring,
+            "steps": self._steps,
+            **quietness([*self._points, *self._comparison.records, *self._steps]),
+        }
+        verdicts, unknown = judge(read_targets(), document)
+        document["verdicts"] = [verdict.as_dict() for verdict in verdicts]
+        document["not_measured"] = unknown
+        document["line"] = last_line(verdicts, unknown) + ("" if complete else "; interrupted")
+        document["falls_short"] = not complete or any(not verdict.met for verdict in verdicts)
+        return document
+
+    def _measure(self) -> None:
         for threads, meter in self._meters.items():
             record = limits.measured(meter, self._options.seconds)
             figures = ", ".join(f"{name} {cast(Any, record)[name]}" for name in limits.FIELDS.values())
@@ -99,27 +129,7 @@ class Suite:
                 self._ours(shape, format)
             if self._options.peers:
                 self._peers(shape)
-        rings = self._end_to_end()
-        document = {
-            "version": FORMAT_VERSION,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
-            "seconds": round(time.time() - begin),
-            "quick": self._options.quick,
-            "machine": describe_machine(self._core, next(iter(self._plans.values()))),
-            "limits": [meter.record() for meter in self._meters.values()],
-            "points": self._points,
-            "peers": self._comparison.records,
-            "peers_absent": self._comparison.absent,
-            "ring": rings,
-            "steps": self._steps,
-            **quietness([*self._points, *self._comparison.records, *self._steps]),
-        }
-        verdicts, unknown = judge(read_targets(), document)
-        document["verdicts"] = [verdict.as_dict() for verdict in verdicts]
-        document["not_measured"] = unknown
-        document["line"] = last_line(verdicts, unknown)
-        document["falls_short"] = any(not verdict.met for verdict in verdicts)
-        return document
+        self._end_to_end()
 
     def _ours(self, shape: str, format: str) -> None:
         for threads, plan in self._plans.items():
@@ -140,16 +150,15 @@ class Suite:
                 for record in self._comparison.records[before:]:
                     self._say(line_of(record))
 
-    def _end_to_end(self) -> dict[str, float]:
+    def _end_to_end(self) -> None:
         threads, plan = max(self._plans.items())
         for format in self._options.formats:
             if format in ("q8_0", "q4_0"):
                 record = step.measure(self._core, plan, format, self._options.seconds, self._options.shapes[0])
                 self._steps.append(record)
                 self._say(f"step of {record['layers']} layers, {format}, {threads} threads: {record['ms']:.3f} ms")
-        figures = ring.run(max(0.4, self._options.seconds), 4096, -1, -1)
-        self._say("ring: " + ", ".join(f"{name} {value:.2f}" for name, value in figures.items()))
-        return figures
+        self._ring = ring.run(max(0.4, self._options.seconds), 4096, -1, -1)
+        self._say("ring: " + ", ".join(f"{name} {value:.2f}" for name, value in self._ring.items()))
 
 
 def line_of(record: Mapping[str, Any]) -> str:

@@ -44,7 +44,7 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.exit_code == 1, done.output
     (record,) = (tmp_path / "new").glob("*.json")
     document = json.loads(record.read_text())
-    assert document["machine"]["features"] and document["machine"]["cpus"]
+    assert document["complete"] and document["machine"]["features"] and document["machine"]["cpus"]
     assert [point["tokens"] for point in document["points"]] == [1, 4]
     assert [one["threads"] for one in document["limits"]] == [1]
     assert [one["format"] for one in document["steps"]] == ["q4_0"]
@@ -54,6 +54,19 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stdout.rstrip().splitlines()[-1] == document["line"]
     verdicts, _ = judge([replace(target, at_least=0.0)], document)
     assert [verdict.met for verdict in verdicts] == [True]
+
+
+def test_an_interrupted_run_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, "measure", interrupted)
+    done = bench_all(tmp_path)
+    assert done.exit_code == 1, done.output
+    (record,) = tmp_path.glob("*.json")
+    document = json.loads(record.read_text())
+    assert not document["complete"] and len(document["points"]) == 2 and document["ring"] == {}
+    assert done.stdout.rstrip().endswith("interrupted")
 
 
 def test_nothing_falls_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
