@@ -53,9 +53,9 @@ test_arm() {
     "$PYTHON" packaging/check_objects.py build/arm --objdump aarch64-linux-gnu-objdump || die "an object file for aarch64 is not what its name says"
     say "running them on emulated CPUs"
     # max: everything; neoverse-n1: dot products; cortex-a72: neither.
-    on max auto kernels_test vector_ops_test "moe_test $length" ring_stress
-    on cortex-a72 auto kernels_test "moe_test $length"
-    on neoverse-n1 auto kernels_test
+    on max auto kernels_test vector_ops_test "moe_test $length" limits_test ring_stress
+    on cortex-a72 auto kernels_test "moe_test $length" limits_test
+    on neoverse-n1 auto kernels_test limits_test
     if [ "$length" = full ]; then
         on neoverse-n1 auto moe_test
         for isa in scalar neon dotprod i8mm; do on max $isa vector_ops_test moe_test; done
@@ -63,7 +63,7 @@ test_arm() {
 }
 
 test_sanitize() {
-    local kind programs="kernels_test vector_ops_test ring_stress"
+    local kind programs="kernels_test vector_ops_test limits_test ring_stress"
     export ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
     for kind in address,undefined thread; do
         say "building with the sanitizers: $kind"

@@ -1,5 +1,5 @@
-"""The cores that kernel tests run on: the installed one, and one whose AVX-512 and AMX are software, so that those kernels are
-tested on CPUs that lack it."""
+"""The cores that kernel tests run on: the installed one, and one whose AVX-512 and AMX are software, so that those
+kernels are tested on CPUs that lack them."""
 
 import importlib.util
 import platform
