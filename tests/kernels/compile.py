@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ CSRC = HERE.parents[1] / "csrc"
 CXX = os.environ.get("CXX", "c++")
 FLAGS = ["-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", f"-I{CSRC}", f"-I{CSRC}/include"]
 EMULATED = ("AVX512", "AVX512VNNI", "AVX512BF16", "AMX_INT8", "AMX_BF16")
+X86 = platform.machine() == "x86_64"
 ARM = ("_neon", "_dotprod", "_i8mm", "_armbf16")
 AVX2 = ["-mavx2", "-mfma", "-mf16c", "-mbmi2"]
 
@@ -43,7 +45,7 @@ def compile_library(source: Path, folder: Path, *flags: str) -> Path:
 
 def compile_example(folder: Path, *, emulated: bool = False) -> Path:
     """The example operator library, against the installed headers alone; `emulated`: its AVX-512 in software."""
-    sources = sorted((CSRC / "examples/int8row").glob("*.cc"))
+    sources = sorted((CSRC / "examples/int8row").glob("*.cc" if X86 else "int8row.cc"))
     headers = [*(CSRC / "examples/int8row").glob("*.h"), *(CSRC / "include/syshax").glob("*.h")]
     work = folder / f"int8row-{emulated}-{_digest([*sources, *headers, HERE / 'emulated/immintrin.h', Path(__file__)])}"
     library = work / "libint8row.so"

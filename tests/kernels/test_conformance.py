@@ -10,6 +10,7 @@ import pytest
 from compile import HERE, compile_library
 
 from syshaxd import _core
+from syshaxd.operators import checking
 
 CHECKS = _core.operator_checks()
 
@@ -83,6 +84,14 @@ def test_a_mistake_is_found(folder: Path, mistake: int) -> None:
     row, check, words = MISTAKES[mistake]
     [found] = [record for record in records if (record["row"], record["check"]) == (row, check)]
     assert code == 1 and found["state"] == "failed" and words in found["text"]
+
+
+def test_a_library_that_hangs_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "HANGS_SECONDS", 3.0)
+    library = compile_library(HERE / "vendor/example.c", folder, "-xc++", "-DBREAK=31")
+    *_, last = checking.check_library(library)
+    assert (last["row"], last["check"], last["state"]) == ("ex16_f32_example", "activations", "failed")
+    assert last["text"] == "did not end within 3 s"
 
 
 def test_a_library_that_is_refused_fails_its_first_check(folder: Path, tmp_path: Path) -> None:

@@ -82,6 +82,37 @@ def test_a_bad_library_is_refused_by_name(folder: Path, mistake: int) -> None:
     assert str(library) in told["message"] and MISTAKES[mistake] in told["message"]
 
 
+REPLACES = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import numpy as np
+from core_models import geometry, plan, random_layer
+from syshaxd import _core
+shape = geometry(128, 192, experts=2)
+weights, rng = random_layer(shape, 3), np.random.default_rng(4)
+x, ids = rng.standard_normal((5, 128)).astype(np.float32), np.tile(np.array([1, 0], np.int32), (5, 1))
+runtime, outputs, kernels = _core.Runtime(plan([1])), [], []
+for name in ("before", "after"):
+    model = runtime.create_model(name, shape, "bf16")
+    model.load_layer(0, *weights, "float32")
+    model.seal()
+    outputs.append(model.forward(0, x, ids, np.full((5, 2), 0.5, np.float32), "float32"))
+    kernels.append(model.kernels()["float32"])
+    if name == "before":
+        _core.load_operator_library(sys.argv[1])
+assert kernels[1] == "bf16_f32_vendor" != kernels[0], kernels
+assert np.array_equal(outputs[0], outputs[1])
+print("replaced")
+"""
+
+
+def test_a_kernel_of_higher_rank_takes_the_built_in_ones_place(folder: Path) -> None:
+    library = compile_library(HERE / "vendor/replacement.c", folder, "-xc++")
+    command = [sys.executable, "-c", REPLACES, str(library), str(HERE.parent / "core")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "replaced"), done.stderr
+
+
 def test_what_is_no_library_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.so"
     text.write_text("not a library")

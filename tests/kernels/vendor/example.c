@@ -68,6 +68,7 @@ static int running = 0;
 static void run(const syshax_matmul_args* args) {
   const int others = BREAK == 28 ? __atomic_fetch_add(&running, 1, __ATOMIC_SEQ_CST) : 0;
   if (BREAK == 28) usleep(2000);
+  while (BREAK == 31) usleep(1000);
   for (uint32_t row = 0; row < 16 * args->num_panels; ++row) {
     const char* w = (const char*)args->panels + row * 2 * args->k_padded;
     for (uint32_t t = 0; t < args->num_tokens; ++t) {
