@@ -49,7 +49,7 @@ def plot(document: Document, file: Path) -> None:
     shapes = list(dict.fromkeys(point["shape"] for point in points))
     threads = sorted({point["threads"] for point in points})
     rows, columns = 2 * len(shapes), len(threads)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(7.5 * columns, 4.2 * rows), squeeze=False)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(7.5 * columns, 4.6 * rows), squeeze=False)
     for i, shape in enumerate(shapes):
         for j, number in enumerate(threads):
             mine = [point for point in points if point["shape"] == shape and point["threads"] == number]
@@ -70,6 +70,11 @@ def series(points: Sequence[Mapping[str, Any]], key: str) -> dict[str, list[Mapp
     for point in sorted(points, key=lambda point: int(point["tokens"])):
         found.setdefault(str(point[key]), []).append(point)
     return found
+
+
+def legend_below(axis: Any) -> None:
+    """Where it hides no mark."""
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=5, fontsize=8, frameon=False)
 
 
 def set_tokens(axis: Any, points: Sequence[Mapping[str, Any]]) -> None:
@@ -94,7 +99,7 @@ def draw_shares(axis: Any, points: Sequence[Mapping[str, Any]], title: str) -> N
     axis.set_ylim(0, 105)
     axis.set_ylabel("% of the limit (● reading, ○ computing)")
     axis.set_title(title)
-    axis.legend(loc="lower left", ncols=2, fontsize=9)
+    legend_below(axis)
     set_tokens(axis, points)
 
 
@@ -127,5 +132,5 @@ def draw_times(axis: Any, points: Sequence[Mapping[str, Any]], peers: Sequence[M
     axis.set_yscale("log")
     axis.set_ylabel("ms for one layer")
     axis.set_title(f"{title}: time, and peers' times" if peers else f"{title}: time")
-    axis.legend(loc="upper left", ncols=2, fontsize=8)
+    legend_below(axis)
     set_tokens(axis, points)
