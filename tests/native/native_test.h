@@ -11,6 +11,7 @@
 namespace native_test {
 
 [[noreturn, gnu::format(printf, 1, 2)]] inline void fail(const char* format, ...) {
+  std::fflush(stdout);
   std::fputs("WRONG: ", stderr);
   va_list arguments;
   va_start(arguments, format);
