@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-test setup-bench model demo test test-fast test-arm sanitize check format bench docs clean
+.PHONY: help system setup setup-test setup-bench model demo test test-fast test-arm sanitize check format bench bench-vllm docs clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -70,6 +70,10 @@ setup-bench: setup
 bench: setup-bench  ## everything measured and held against what it must reach (QUICK=1: minutes); plot in bench-results/
 	@$(VENV)/bin/syshaxd bench all $(if $(QUICK),--quick) --operators build/int8row/libint8row.so \
 		--formats bf16,fp16,q8_0,q4_0,int8row $(BENCH_OPTIONS)
+
+bench-vllm: setup-test  ## vLLM with its experts in syshaxd against vLLM alone: 3 layers of Qwen3-30B-A3B, minutes
+	@mkdir -p bench-results
+	@$(PY) tests/e2e/compare_vllm.py --output bench-results/vllm.json
 
 clean:  ## remove everything that was built, the virtual environment too
 	rm -rf $(VENV) build .demo bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
