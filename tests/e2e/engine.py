@@ -8,6 +8,7 @@ models may follow each other.
     {"do": "generate", "prompts": [...], "new_tokens": n}  -> {"tokens": [[...]], "passes": forward passes}
     {"do": "chat", "turns": [...], "new_tokens": n}        -> {"tokens": [[...]], "best": [[{token: logprob}]]}
     {"do": "nll", "windows": [[token, ...]]}      -> {"sum": nats, "count": tokens predicted}
+    {"do": "time", "prompt_tokens": n, "new_tokens": m}    -> {"seconds": wall time of one answer}
     {"do": "stop"}                                -> {"ok": true}
 """
 
@@ -17,6 +18,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -81,6 +83,14 @@ class Engine:
                 total -= known[token].logprob
                 count += 1
         return {"sum": total, "count": count}
+
+    def time(self, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
+        assert self.llm is not None
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        prompt = {"prompt_token_ids": [token * 37 % 256 for token in range(prompt_tokens)]}
+        begin = time.perf_counter()
+        self.llm.generate([prompt], sampling, use_tqdm=False)
+        return {"seconds": time.perf_counter() - begin}
 
     def stop(self) -> dict[str, Any]:
         self.llm = None
