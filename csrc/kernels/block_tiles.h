@@ -35,6 +35,10 @@ struct BlockTile {
   // Four k (of each part) of all rows and tokens.
   template <int Part, int R, int T>
   static void multiply(Sum (&sum)[R][T], const char* group, size_t panel_bytes, const Rows<T>& rows, size_t k) {
+    if constexpr (Part == 0) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r += kPanelVecs) prefetch<R / kPanelVecs>(group + r / kPanelVecs * panel_bytes);
+    }
     decltype(Weights::template get<Part>(group)) w[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -78,7 +82,7 @@ struct BlockTile {
   }
 
   template <int P, int T>
-  static void run(const TilePlace& place) {
+  __attribute__((noinline)) static void run(const TilePlace& place) {
     constexpr int R = P * kPanelVecs;
     F acc[R][T];
     Rows<T * Terms> rows;

@@ -22,6 +22,10 @@ struct FloatTile {
 
   template <int Step, int R, int T>
   static void multiply(F (&acc)[R][T], const char* panel, size_t panel_bytes, const void* const (&rows)[T], size_t k) {
+    if constexpr (Step == 0) {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r += kPanelVecs) prefetch<R / kPanelVecs>(panel + r / kPanelVecs * panel_bytes);
+    }
     decltype(Weights::template get<Step>(panel)) w[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -36,7 +40,7 @@ struct FloatTile {
   }
 
   template <int P, int T>
-  static void run(const TilePlace& place) {
+  __attribute__((noinline)) static void run(const TilePlace& place) {
     constexpr int R = P * kPanelVecs;
     F acc[R][T];
     const void* rows[T];

@@ -20,7 +20,7 @@ struct WeightsBf16 {
   static Vec::F activation(const void* row, size_t k) {
     return Vec::set1(static_cast<const float*>(row)[k + Step]);
   }
-  static Vec::F multiply_add(Vec::F w, Vec::F a, Vec::F acc) { return Vec::fma(w, a, acc); }
+  static Vec::F multiply_add(Vec::F w, Vec::F a, Vec::F acc) { return Vec::add_product(w, a, acc); }
 };
 
 struct WeightsFp16 {
@@ -35,7 +35,7 @@ struct WeightsFp16 {
   static Vec::F activation(const void* row, size_t k) {
     return Vec::set1(static_cast<const float*>(row)[k]);
   }
-  static Vec::F multiply_add(Vec::F w, Vec::F a, Vec::F acc) { return Vec::fma(w, a, acc); }
+  static Vec::F multiply_add(Vec::F w, Vec::F a, Vec::F acc) { return Vec::add_product(w, a, acc); }
 };
 
 }  // namespace

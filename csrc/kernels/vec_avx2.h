@@ -22,6 +22,11 @@ struct Vec {
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  // fma(a, b, sum) that stays in sum's register: left to itself g++ moves a tile's 12 sums about, and spills.
+  static F add_product(F a, F b, F sum) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+    return sum;
+  }
   // The second operand where either is NaN.
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static F max(F a, F b) { return _mm256_max_ps(a, b); }

@@ -22,6 +22,8 @@ struct Vec {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  // fma(a, b, sum) of a tile.
+  static F add_product(F a, F b, F sum) { return fma(a, b, sum); }
   // The second operand where either is NaN.
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }

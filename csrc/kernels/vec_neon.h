@@ -22,6 +22,8 @@ struct Vec {
   static F mul(F a, F b) { return vmulq_f32(a, b); }
   static F div(F a, F b) { return vdivq_f32(a, b); }
   static F fma(F a, F b, F c) { return vfmaq_f32(c, a, b); }
+  // fma(a, b, sum) of a tile.
+  static F add_product(F a, F b, F sum) { return fma(a, b, sum); }
   // NaN where either is NaN; callers put only numbers into the first operand.
   static F min(F a, F b) { return vminq_f32(a, b); }
   static F max(F a, F b) { return vmaxq_f32(a, b); }
