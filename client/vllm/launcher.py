@@ -24,7 +24,7 @@ from syshax.errors import ConfigError, SyshaxError
 from syshax.protocol import AcceleratorMode, StatusAnswer
 from syshax.vllm.command import Command, Facts, Options, worker_command
 from syshax.vllm.cpus import CpuPlan, online_cores, plan_cpus
-from syshax.vllm.prepare import GONE, ask_for_model, checkpoint_directory, wait_for_daemon
+from syshax.vllm.prepare import GONE, ask_for_model, check_format, checkpoint_directory, wait_for_daemon
 from syshax.vllm.settings import WorkerSettings, environment_of, settings_from
 
 TESTED_VERSIONS = ("0.32.0",)
@@ -188,6 +188,7 @@ def build(words: Sequence[str]) -> tuple[Command, CpuPlan | None, bool]:
     try:
         status = wait_for_daemon(control, 0.0 if arguments.dry_run else arguments.syshax_wait, say)
         check_platform(status.accelerator_mode, cpu_platform)
+        check_format(control, settings)
         cpus = cpu_plan(status, ranks)
         if not arguments.dry_run:
             info = ask_for_model(control, path, settings, say)

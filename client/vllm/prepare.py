@@ -7,6 +7,7 @@ import vllm or torch.
 
 from __future__ import annotations
 
+import difflib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from syshax.checkpoint import Checkpoint, expert_fingerprint
 from syshax.errors import (
     CheckpointError,
+    ConfigError,
     DaemonAbsentError,
     DaemonLostError,
     FingerprintError,
@@ -27,7 +29,7 @@ from syshax.errors import (
     ShuttingDownError,
     UnknownModelError,
 )
-from syshax.protocol import Geometry, LoadRequest, ModelInfo, ModelsAnswer, ModelState, StatusAnswer
+from syshax.protocol import Geometry, KernelsAnswer, LoadRequest, ModelInfo, ModelsAnswer, ModelState, StatusAnswer
 from syshax.vllm.settings import WorkerSettings
 
 Report = Callable[[str], None]
@@ -57,6 +59,19 @@ def wait_for_daemon(control: ControlApi, timeout_s: float, report: Report) -> St
                 report(f"{error.message}; waiting up to {timeout_s:g} s for it")
                 said = True
             time.sleep(0.25)
+
+
+def check_format(control: ControlApi, settings: WorkerSettings) -> None:
+    """Raises ConfigError when the daemon knows no format of that name."""
+    if settings.format is None:
+        return
+    known = sorted({kernel.format for kernel in control.get("/v1/kernels", KernelsAnswer).kernels})
+    if settings.format not in known:
+        near = difflib.get_close_matches(settings.format, known, 1, 0.0)
+        raise ConfigError(
+            f'syshaxd knows no weight format "{settings.format}"; it has {", ".join(known)}',
+            f"did you mean {near[0]}?" if near else "see `syshaxctl kernels`",
+        )
 
 
 def find_model(control: ControlApi, path: Path, settings: WorkerSettings) -> tuple[str, ModelInfo | None]:

@@ -58,7 +58,7 @@ def test_dry_run_needs_no_daemon(tmp_path: Path, checkpoint: Callable[[str], Pat
         (["MODEL", "--quantization", "fp8"], 2, "compute the experts itself"),
         (["MODEL", "--additional-config", "{"], 2, "not JSON"),
         (["MODEL", "--additional-config", '{"syshax": {"reconect_s": 1}}'], 2, "did you mean reconnect_s?"),
-        (["MODEL", "--syshax-format", "q5_0"], 2, "format"),
+        (["MODEL", "--syshax-format", "q5_0"], 2, 'knows no weight format "q5_0"; it has bf16, fp16, q4_0, q8_0'),
     ],
 )
 def test_wrong_words(words: list[str], code: int, text: str, daemon: Daemon, checkpoint: Callable[[str], Path]) -> None:
