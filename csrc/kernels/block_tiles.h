@@ -34,10 +34,11 @@ struct BlockTile {
 
   // Four k (of each part) of all rows and tokens.
   template <int Part, int R, int T>
-  static void multiply(Sum (&sum)[R][T], const char* group, size_t panel_bytes, const Rows<T>& rows, size_t k) {
+  static void multiply(Sum (&sum)[R][T], const char* group, size_t panel_bytes, const Rows<T>& rows, size_t k,
+                       size_t ahead) {
     if constexpr (Part == 0) {
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r += kPanelVecs) prefetch<R / kPanelVecs>(group + r / kPanelVecs * panel_bytes);
+      for (int r = 0; r < R; r += kPanelVecs) prefetch<R / kPanelVecs>(group + r / kPanelVecs * panel_bytes, ahead);
     }
     decltype(Weights::template get<Part>(group)) w[R];
 #pragma GCC unroll 16
@@ -56,7 +57,7 @@ struct BlockTile {
 
   template <int R, int T, int A>
   static void block(F (&acc)[R][A], const char* groups, const char* scales, size_t panel_bytes, const Rows<T>& rows,
-                    size_t index) {
+                    size_t index, size_t ahead) {
     Sum sum[R][T];
 #pragma GCC unroll 12
     for (int t = 0; t < T; ++t) {
@@ -65,9 +66,9 @@ struct BlockTile {
     }
 #pragma GCC unroll 16
     for (int g = 0; g < kGroups; ++g) {
-      multiply<0, R, T>(sum, groups + g * kGroupBytes, panel_bytes, rows, index * 32 + g * 4);
+      multiply<0, R, T>(sum, groups + g * kGroupBytes, panel_bytes, rows, index * 32 + g * 4, ahead);
       if constexpr (Weights::kParts == 2) {
-        multiply<1, R, T>(sum, groups + g * kGroupBytes, panel_bytes, rows, index * 32 + g * 4);
+        multiply<1, R, T>(sum, groups + g * kGroupBytes, panel_bytes, rows, index * 32 + g * 4, ahead);
       }
     }
 #pragma GCC unroll 16
@@ -102,9 +103,9 @@ struct BlockTile {
     const char* step = place.panel;
     for (size_t k = 0; k < place.k_padded; k += kStepValues) {
       const char* groups = step + kScaleBytes;
-      block<R, T * Terms, T>(acc, groups, step, place.panel_bytes, rows, k / 32);
+      block<R, T * Terms, T>(acc, groups, step, place.panel_bytes, rows, k / 32, place.ahead);
       block<R, T * Terms, T>(acc, groups + kGroups * kGroupBytes, step + kPanelRows * 2, place.panel_bytes, rows,
-                             k / 32 + 1);
+                             k / 32 + 1, place.ahead);
       step += kStepBytes;
     }
 #pragma GCC unroll 12

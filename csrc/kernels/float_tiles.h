@@ -21,10 +21,11 @@ struct FloatTile {
   static size_t panel_bytes(size_t k_padded) { return k_padded * kPanelRows * 2; }
 
   template <int Step, int R, int T>
-  static void multiply(F (&acc)[R][T], const char* panel, size_t panel_bytes, const void* const (&rows)[T], size_t k) {
+  static void multiply(F (&acc)[R][T], const char* panel, size_t panel_bytes, const void* const (&rows)[T], size_t k,
+                       size_t ahead) {
     if constexpr (Step == 0) {
 #pragma GCC unroll 16
-      for (int r = 0; r < R; r += kPanelVecs) prefetch<R / kPanelVecs>(panel + r / kPanelVecs * panel_bytes);
+      for (int r = 0; r < R; r += kPanelVecs) prefetch<R / kPanelVecs>(panel + r / kPanelVecs * panel_bytes, ahead);
     }
     decltype(Weights::template get<Step>(panel)) w[R];
 #pragma GCC unroll 16
@@ -52,8 +53,8 @@ struct FloatTile {
     }
     const char* panel = place.panel;
     for (size_t k = 0; k < place.k_padded; k += Weights::kValues) {
-      multiply<0, R, T>(acc, panel, place.panel_bytes, rows, k);
-      if constexpr (Weights::kSteps == 2) multiply<1, R, T>(acc, panel, place.panel_bytes, rows, k);
+      multiply<0, R, T>(acc, panel, place.panel_bytes, rows, k, place.ahead);
+      if constexpr (Weights::kSteps == 2) multiply<1, R, T>(acc, panel, place.panel_bytes, rows, k, place.ahead);
       panel += kPanelVecs * kVecBytes;
     }
 #pragma GCC unroll 12

@@ -15,6 +15,7 @@ namespace syshax {
 namespace {
 
 constexpr uint32_t kChunkPanels = 4;
+constexpr size_t kAhead = 2048;  // bytes of weights that are asked for before they are needed
 
 // Where one tile reads and writes.
 struct TilePlace {
@@ -24,15 +25,15 @@ struct TilePlace {
   const void* const* activations;
   float* out;
   size_t out_stride;
+  size_t ahead;  // bytes; 0 once the panels are in the cache
 };
 
 // Asks for the line that one of `Streams` streams of weights reaches soon. One or two streams are too few for the
 // hardware to keep as much of memory in flight as it can; four are enough. Behind a panel lies the next one, and an
 // address that is not there is ignored.
 template <int Streams>
-inline void prefetch(const char* line) {
-  constexpr int kAhead = 2048;
-  if constexpr (Streams < 4) __builtin_prefetch(line + kAhead / Streams);
+inline void prefetch(const char* line, size_t ahead) {
+  if constexpr (Streams < 4) __builtin_prefetch(line + ahead);
 }
 
 template <class Tile, int T, int P>
@@ -69,7 +70,8 @@ void run_tiles(const syshax_matmul_args* args) {
                                args->k_padded,
                                args->activations + t,
                                args->out + t * args->out_stride + p * kPanelRows,
-                               args->out_stride};
+                               args->out_stride,
+                               t == 0 ? kAhead : 0};
       run_tokens<Tile>(place, panels, tokens);
       t += tokens;
     }
