@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-test setup-bench model demo test test-fast test-arm sanitize check format bench bench-vllm docs clean
+.PHONY: help system setup setup-test setup-bench model demo test test-fast test-arm sanitize check format bench bench-vllm man clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -74,6 +74,9 @@ bench: setup-bench  ## everything measured and held against what it must reach (
 bench-vllm: setup-test  ## vLLM with its experts in syshaxd against vLLM alone: 3 layers of Qwen3-30B-A3B, minutes
 	@mkdir -p bench-results
 	@$(PY) tests/e2e/compare_vllm.py --output bench-results/vllm.json
+
+man: setup  ## the man pages and the shell completions, in build/manual/
+	@$(PY) packaging/manual build/manual
 
 clean:  ## remove everything that was built, the virtual environment too
 	rm -rf $(VENV) build .demo bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
