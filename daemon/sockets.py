@@ -19,6 +19,7 @@ from syshax.protocol import ATTACH_SOCKET, CONTROL_SOCKET
 from syshaxd.systemd import take_sockets
 
 LOCK_FILE = "syshaxd.lock"
+_KINDS = {CONTROL_SOCKET: socket.SOCK_STREAM, ATTACH_SOCKET: socket.SOCK_SEQPACKET}
 _BACKLOG = 128
 _PATH_BYTES = 107
 
@@ -58,17 +59,12 @@ class Listeners:
 def open_listeners(runtime_dir: Path, group: str, private: bool) -> Listeners:
     """Raises ConfigError (a directory that cannot be used) or AlreadyRunningError. private: no group, 0700, 0600."""
     lock = _lock(runtime_dir, private)
-    given = dict(take_sockets())
     group_id = None if private else _group_id(group)
-    kinds = {CONTROL_SOCKET: socket.SOCK_STREAM, ATTACH_SOCKET: socket.SOCK_SEQPACKET}
-    made: dict[str, socket.socket] = {}
     own: list[Path] = []
     try:
-        for name, kind in kinds.items():
-            handed = given.pop(name.removesuffix(".sock"), None)
-            if handed is not None:
-                made[name] = _checked(handed, kind, name)
-            else:
+        made = _handed_over()
+        for name, kind in _KINDS.items():
+            if name not in made:
                 made[name] = _bind(runtime_dir / name, kind, group_id)
                 own.append(runtime_dir / name)
     except BaseException:
@@ -116,13 +112,22 @@ def _group_id(group: str) -> int | None:
         return None
 
 
-def _checked(handed: socket.socket, kind: socket.SocketKind, name: str) -> socket.socket:
-    if handed.family != socket.AF_UNIX or handed.type != kind:
-        raise ConfigError(
-            f"systemd handed over a socket of the wrong kind for {name}: {handed.family.name}, {handed.type}",
-            "control: ListenStream=, attach: ListenSequentialPacket=",
+def _handed_over() -> dict[str, socket.socket]:
+    """Systemd's sockets by our names. Their kinds tell which is which: all sockets of one unit have the same
+    FileDescriptorName=. Raises ConfigError for one that is neither."""
+    found: dict[str, socket.socket] = {}
+    for name, handed in take_sockets():
+        ours = next(
+            (ours for ours, kind in _KINDS.items() if (handed.family, handed.type) == (socket.AF_UNIX, kind)), ""
         )
-    return handed
+        if not ours or ours in found:
+            raise ConfigError(
+                f"systemd handed over a socket that syshaxd has no use for ({name}: {handed.family.name}, "
+                f"{handed.type.name})",
+                "one ListenStream= (control) and one ListenSequentialPacket= (attach), each with a path",
+            )
+        found[ours] = handed
+    return found
 
 
 def _bind(path: Path, kind: socket.SocketKind, group_id: int | None) -> socket.socket:

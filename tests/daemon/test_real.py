@@ -238,7 +238,7 @@ def test_systemd_hands_over_sockets(short_dir: Path) -> None:
         made.append(listener)
     script = (
         f"exec 3<&{made[0].fileno()} 4<&{made[1].fileno()}; "
-        "export LISTEN_PID=$$ LISTEN_FDS=2 LISTEN_FDNAMES=control:attach; "
+        "export LISTEN_PID=$$ LISTEN_FDS=2 LISTEN_FDNAMES=syshaxd:syshaxd; "
         f"exec {sys.executable} -m syshaxd --user --runtime-dir {short_dir}/run --state-dir {short_dir}/state"
     )
     process = subprocess.Popen(["bash", "-c", script], pass_fds=[listener.fileno() for listener in made])

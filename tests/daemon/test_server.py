@@ -99,22 +99,37 @@ def test_modes_and_group_of_a_system_daemon(short_dir: Path, monkeypatch: pytest
     listeners.close()
 
 
-def test_sockets_from_systemd_by_name(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
-    made = {}
-    for name, kind in (("control", socket.SOCK_STREAM), ("attach", socket.SOCK_SEQPACKET)):
-        made[name] = socket.socket(socket.AF_UNIX, kind)
-        made[name].bind(str(short_dir / name))
-        made[name].listen()
-    monkeypatch.setattr("syshaxd.sockets.take_sockets", lambda: dict(made))
+def test_sockets_from_systemd_are_told_apart_by_kind(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
+    made: list[tuple[str, socket.socket]] = []
+    for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
+        made.append(("syshaxd", socket.socket(socket.AF_UNIX, kind)))
+        made[-1][1].bind(str(short_dir / kind.name))
+        made[-1][1].listen()
+    monkeypatch.setattr("syshaxd.sockets.take_sockets", lambda: made)
     listeners = open_listeners(short_dir / "run", "none", True)
-    assert listeners.own_paths == () and listeners.attach is made["attach"]
+    assert listeners.own_paths == () and (listeners.attach, listeners.control) == (made[0][1], made[1][1])
     listeners.close()
-    assert (short_dir / "attach").exists(), "systemd's sockets are not removed"
-    swapped = {"control": socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)}
-    monkeypatch.setattr("syshaxd.sockets.take_sockets", lambda: dict(swapped))
-    with pytest.raises(ConfigError, match="wrong kind for control"):
-        open_listeners(short_dir / "run", "none", True)
-    swapped["control"].close()
+    assert (short_dir / "SOCK_STREAM").exists(), "systemd's sockets are not removed"
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [(socket.AF_UNIX, socket.SOCK_STREAM)] * 2,
+        [(socket.AF_UNIX, socket.SOCK_DGRAM)],
+        [(socket.AF_INET, socket.SOCK_STREAM)],
+    ],
+)
+def test_sockets_of_no_use_are_refused(
+    kinds: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, short_dir: Path
+) -> None:
+    given = [("odd", socket.socket(family, kind)) for family, kind in kinds]
+    monkeypatch.setattr("syshaxd.sockets.take_sockets", lambda: given)
+    for _ in range(2):  # the second finds the directory's lock free again
+        with pytest.raises(ConfigError, match=r"no use for \(odd: "):
+            open_listeners(short_dir / "run", "none", True)
+    for _, handed in given:
+        handed.close()
 
 
 def test_variables_of_other_processes_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
