@@ -54,6 +54,9 @@ class ModelState(StrEnum):
     UNLOADING = "unloading"
 
 
+ModelOrigin = Literal["checkpoint", "restart"]
+
+
 class Priority(StrEnum):
     INTERACTIVE = "interactive"
     NORMAL = "normal"
@@ -166,6 +169,8 @@ class ModelInfo(Answer):
     state: ModelState
     reason: str = ""
     """Why it failed."""
+    origin: ModelOrigin = "checkpoint"
+    """Where its bytes came from: read and packed, or kept over a restart of the daemon."""
     configured: bool = False
     architecture: str = ""
     geometry: Geometry | None = None

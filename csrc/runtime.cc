@@ -48,6 +48,18 @@ std::shared_ptr<CpuModel> Runtime::create_model(const std::string& name, const M
   return std::make_shared<CpuModel>(name, geometry, format, compute_);
 }
 
+std::shared_ptr<CpuModel> Runtime::adopt_model(const std::string& name, const MoeGeometry& geometry,
+                                               const std::string& format, const std::map<uint32_t, int>& arenas) {
+  std::vector<Arena> mapped(compute_->plan.size());
+  for (const auto& [node, fd] : arenas) {
+    if (node >= mapped.size())
+      throw CoreError("invalid_argument", "model " + name + " has an arena " + std::to_string(node) +
+                                              ", the plan has " + std::to_string(mapped.size()) + " nodes");
+    mapped[node] = Arena::adopt_duplicate(fd, compute_->plan[node].node);
+  }
+  return std::make_shared<CpuModel>(name, geometry, format, compute_, std::move(mapped));
+}
+
 void Runtime::drop_model(const std::shared_ptr<CpuModel>& model) {
   {
     const std::lock_guard<std::mutex> lock(attaching_);

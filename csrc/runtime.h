@@ -1,6 +1,7 @@
 // One process's data plane: the plan's thread pool, the models and, once started, the dispatcher that serves sessions.
 // What the daemon's Python drives; every call may come from any Python thread.
 #pragma once
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -20,6 +21,12 @@ class Runtime {
 
   std::shared_ptr<CpuModel> create_model(const std::string& name, const MoeGeometry& geometry,
                                          const std::string& format);
+  // A model whose arenas an earlier process filled and sealed: descriptors by index of the plan's nodes, duplicated
+  // here. Reads and copies no bytes, checks no memory: it is taken already. Throws CoreError("hardware") for a
+  // descriptor that is no sealed arena, CoreError("invalid_argument") for an arena missing, too many or of another
+  // size.
+  std::shared_ptr<CpuModel> adopt_model(const std::string& name, const MoeGeometry& geometry, const std::string& format,
+                                        const std::map<uint32_t, int>& arenas);
   // Its sessions get MODEL_GONE from now on; returns when its memory is given back.
   void drop_model(const std::shared_ptr<CpuModel>& model);
 

@@ -127,6 +127,14 @@ class GeometryDict(TypedDict):
     intermediate_size: int
     top_k: int
 
+ARENA_LAYOUT_VERSION: int
+"""Of what csrc/moe/layout.h says; a packing has a version of its own in its name."""
+
+class ArenaDict(TypedDict):
+    index: int  # of the plan's node
+    fd: int  # a duplicate, closed on exec; the caller closes it
+    bytes: int
+
 class Model:
     name: str
     format: str
@@ -144,6 +152,10 @@ class Model:
         Converted and packed by the nodes' own threads in parallel; may run while other models serve."""
     def fill_random(self, seed: int) -> None:
         """Every layer gets weights that need no checkpoint, all experts different. For benches."""
+    def arenas(self) -> list[ArenaDict]:
+        """Of a sealed model, in the plan's order; a node without a share has none."""
+    def prefault(self) -> None:
+        """Maps the pages of an adopted model before requests meet them; it may serve meanwhile."""
     def seal(self) -> None:
         """All layers are there: forbids writes; the model may be used from now on."""
     def forward_calls(self) -> int: ...
@@ -175,6 +187,10 @@ class Runtime:
         """Arena bytes each node will need."""
     def create_model(self, name: str, geometry: GeometryDict, format: str) -> Model:
         """Reserves and populates the arenas; CoreError("no_memory") with the numbers."""
+    def adopt_model(self, name: str, geometry: GeometryDict, format: str, arenas: dict[int, int]) -> Model:
+        """A sealed model from arenas that another process filled: index of the plan's node -> descriptor, which stays
+        the caller's. No bytes are read or copied. CoreError("hardware") for a descriptor that is no sealed arena,
+        CoreError("invalid_argument") for one too few, too many, or of another size."""
     def drop_model(self, model: Model) -> None:
         """Sessions of it get MODEL_GONE; memory is freed after the request in flight. Returns when it is freed."""
     def start(self) -> None: ...

@@ -32,6 +32,7 @@ from syshax.protocol import Geometry, Progress, WeightFormat
 from syshaxd.architectures import Architecture, find_architecture
 from syshaxd.core import Core, CoreModel, CoreRuntime, GeometryDict, MappedFile, core_errors
 from syshaxd.machine import memory_group_limit
+from syshaxd.manifest import FileStamp, core_geometry, stamps
 from syshaxd.planner import Plan
 from syshaxd.quantities import human_size
 
@@ -40,6 +41,7 @@ _DTYPES: dict[str, tuple[str, npt.DTypeLike]] = {
     "F16": ("float16", np.float16),
     "F32": ("float32", np.float32),
 }
+CONFIG_FILE = "config.json"
 _LARGEST = {"experts": 65536, "hidden": 1 << 20, "intermediate": 1 << 20, "layers": 2048, "top_k": 4096}
 """Beyond any published model; keeps products of sizes inside 64 bits."""
 
@@ -82,19 +84,14 @@ class Blueprint:
     geometry: Geometry
     fingerprint: str
     format: WeightFormat
+    files: dict[str, FileStamp]
+    """config.json and every file with tensors, by name."""
     node_bytes: tuple[int, ...] = ()
     """Arena bytes for each node of the plan."""
 
     @property
     def core_geometry(self) -> GeometryDict:
-        geometry = self.geometry
-        return {
-            "num_layers": geometry.num_layers,
-            "num_experts": geometry.num_experts,
-            "hidden_size": geometry.hidden_size,
-            "intermediate_size": geometry.intermediate_size,
-            "top_k": geometry.top_k,
-        }
+        return core_geometry(self.geometry)
 
 
 # ---------------------------------------------------------------------- checks
@@ -108,7 +105,17 @@ def inspect(path: Path, format: WeightFormat) -> Blueprint:
     _refuse_unsupported(config, architecture, where)
     geometry = _geometry(config, architecture, where)
     _check_tensors(checkpoint, architecture, geometry)
-    return Blueprint(path, architecture, checkpoint, geometry, expert_fingerprint(checkpoint), format)
+    fingerprint = expert_fingerprint(checkpoint)
+    return Blueprint(path, architecture, checkpoint, geometry, fingerprint, format, _file_stamps(checkpoint))
+
+
+def _file_stamps(checkpoint: Checkpoint) -> dict[str, FileStamp]:
+    files = {CONFIG_FILE: checkpoint.path / CONFIG_FILE}
+    files.update({entry.file.name: entry.file for entry in checkpoint.tensors.values()})
+    try:
+        return stamps(files)
+    except OSError as error:
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
 
 
 def _refuse_unsupported(config: Mapping[str, Any], architecture: Architecture, where: str) -> None:

@@ -29,17 +29,28 @@ from syshax.errors import (
     SyshaxError,
     UnknownModelError,
 )
-from syshax.protocol import Dtype, LoadRequest, ModelInfo, ModelState, WeightFormat
+from syshax.protocol import Dtype, Geometry, LoadRequest, ModelInfo, ModelOrigin, ModelState, WeightFormat
 from syshaxd import loader
 from syshaxd.config import Config
-from syshaxd.core import Core, CoreModel, CoreRuntime
+from syshaxd.core import Core, CoreModel, CoreRuntime, core_errors
+from syshaxd.keeping import Keeper
 from syshaxd.loader import Blueprint, LoadProgress, MemoryBudget
+from syshaxd.manifest import PackedModel, describe
 from syshaxd.planner import Plan
 from syshaxd.quantities import human_size
 
 log = logging.getLogger(__name__)
 UNLOAD_WAIT_SECONDS = 10.0
 """How long an unload waits for a load in progress to stop (one layer) before it answers "unloading"."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is known of a model once its checkpoint was looked at."""
+
+    architecture: str
+    geometry: Geometry
+    fingerprint: str
 
 
 @dataclass(eq=False)
@@ -51,7 +62,8 @@ class Entry:
     format: WeightFormat
     state: ModelState = ModelState.LOADING
     reason: str = ""
-    blueprint: Blueprint | None = None
+    facts: ModelFacts | None = None
+    origin: ModelOrigin = "checkpoint"
     model: CoreModel | None = None
     progress: LoadProgress = field(default_factory=LoadProgress)
     cancel: threading.Event = field(default_factory=threading.Event)
@@ -69,10 +81,14 @@ def same_path(left: Path, right: Path) -> bool:
 
 
 class Registry:
-    """`config` is called at each use, so that live changes count. `end_sessions` ends all sessions of an entry."""
+    """`config` is called at each use, so that live changes count. `isa` is the one in effect. `end_sessions` ends all
+    sessions of an entry."""
 
-    def __init__(self, core: Core, runtime: CoreRuntime, plan: Plan, config: Callable[[], Config]) -> None:
+    def __init__(
+        self, core: Core, runtime: CoreRuntime, plan: Plan, config: Callable[[], Config], keeper: Keeper, isa: str
+    ) -> None:
         self._core, self._runtime, self._plan, self._config = core, runtime, plan, config
+        self._keeper, self._isa = keeper, isa
         self._entries: dict[str, Entry] = {}
         self._thread = ThreadPoolExecutor(1, "load")
         self._closing = False
@@ -99,7 +115,7 @@ class Registry:
         raise self._unknown(name)
 
     def info(self, entry: Entry) -> ModelInfo:
-        model, blueprint = entry.model, entry.blueprint
+        model, facts = entry.model, entry.facts
         return ModelInfo(
             name=entry.name,
             path=str(entry.path),
@@ -107,9 +123,10 @@ class Registry:
             state=entry.state,
             reason=entry.reason,
             configured=entry.name in self._config().models,
-            architecture=blueprint.architecture.name if blueprint else "",
-            geometry=blueprint.geometry if blueprint else None,
-            fingerprint=blueprint.fingerprint if blueprint else "",
+            origin=entry.origin,
+            architecture=facts.architecture if facts else "",
+            geometry=facts.geometry if facts else None,
+            fingerprint=facts.fingerprint if facts else "",
             progress=entry.progress.message(),
             node_bytes=self.by_node(model.node_bytes()) if model else {},
             kernels={Dtype(dtype): kernel for dtype, kernel in model.kernels().items()} if model else {},
@@ -259,11 +276,44 @@ class Registry:
             blueprint = loader.sized(self._core, self._runtime, self._plan, loader.inspect(entry.path, entry.format))
             progress.layers_total = blueprint.geometry.num_layers
             progress.bytes_total = sum(blueprint.node_bytes)
-            entry.blueprint = blueprint
+            entry.facts = ModelFacts(blueprint.architecture.name, blueprint.geometry, blueprint.fingerprint)
             loader.check_memory(self._core, self._plan, blueprint, self._budget())
-            return loader.load(self._core, self._runtime, blueprint, entry.name, progress, entry.cancel)
+            model = loader.load(self._core, self._runtime, blueprint, entry.name, progress, entry.cancel)
+            progress.stage = "keeping"
+            self._keep(entry, blueprint, model)
+            return model
         finally:
             progress.end()
+
+    def _keep(self, entry: Entry, blueprint: Blueprint, model: CoreModel) -> None:
+        """For the next life of the daemon. Whatever goes wrong, this one has the model."""
+        try:
+            with core_errors(self._core):
+                packed = describe(self._core, self._plan, model, blueprint, entry.name, self._config(), self._isa)
+                arenas = model.arenas()
+            try:
+                self._keeper.keep(packed, arenas)
+            finally:
+                for arena in arenas:
+                    os.close(arena["fd"])
+        except Exception:
+            log.exception("%s is not kept for a restart of the daemon", entry.name)
+
+    def adopt(self, packed: PackedModel, model: CoreModel) -> None:
+        """Enters a model of the daemon's last life, ready to serve."""
+        facts = ModelFacts(packed.architecture, packed.geometry, packed.fingerprint)
+        entry = Entry(
+            packed.name, Path(packed.path), packed.format, ModelState.READY, facts=facts, origin="restart", model=model
+        )
+        entry.progress.stage, entry.progress.bytes_total = "ready", packed.total_bytes
+        entry.progress.layers_done = entry.progress.layers_total = packed.geometry.num_layers
+        self._entries[packed.name] = entry
+
+    def prefault(self) -> None:
+        """Maps what was adopted before requests meet it page by page. For a thread of its own."""
+        for entry in self.entries():
+            if entry.origin == "restart" and (model := entry.model) is not None:
+                model.prefault()
 
     def _budget(self) -> MemoryBudget:
         memory = self._config().memory
@@ -281,14 +331,19 @@ class Registry:
         return started
 
     def _autoload(self, name: str) -> None:
+        config = self._config()
+        self.load_again(LoadRequest(name=name, path=config.models[name].path, format=config.model_format(name)))
+
+    def load_again(self, request: LoadRequest) -> None:
+        """Starts a load that nobody waits for, with path and format: what refuses it is the entry's reason."""
+        assert request.path is not None and request.format is not None
         try:
-            self.load(LoadRequest(name=name), administrator=True)
+            self.load(request, administrator=True)
         except InvalidArgumentError as error:  # its format is gone with the library that had it
-            config = self._config()
-            entry = Entry(name, Path(config.models[name].path), config.model_format(name))
-            self._entries[name] = entry
+            entry = Entry(request.name, Path(request.path), request.format)
+            self._entries[request.name] = entry
             self._fail(entry, str(error))
-            log.warning("loading %s failed: %s", name, error)
+            log.warning("loading %s failed: %s", request.name, error)
 
     # ---------------------------------------------------------------- unloading
 
@@ -329,6 +384,7 @@ class Registry:
         entry.state = ModelState.UNLOADING
         self.end_sessions(entry, f"{entry.name} is unloaded")
         model, entry.model = entry.model, None
+        await asyncio.to_thread(self._keeper.forget, entry.name)
         if model is not None:
             await asyncio.to_thread(self._runtime.drop_model, model)
         log.info("%s is unloaded", entry.name)

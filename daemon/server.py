@@ -3,8 +3,9 @@
 Owns the order in which parts are made and ended, the signals, and the words to systemd. The parts know nothing of it.
 What can be wrong is found before anything is reserved or bound: configuration, ISA, plan, sockets, in this order.
 
-READY is sent when both sockets are served. Models with autoload load after that, with their progress in STATUS=:
-a worker that attaches meanwhile is told that its model is loading, and tries again.
+READY is sent when both sockets are served; models that the last life of the daemon left in the service manager's store
+are ready before that. Models with autoload load after it, with their progress in STATUS=: a worker that attaches
+meanwhile is told that its model is loading, and tries again.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from aiohttp import web
 
 from syshax.errors import ConfigError, HardwareError
 from syshax.protocol import ConfigChangeAnswer, ModelState, OperatorLibrary
+from syshaxd.adoption import adopt_kept
 from syshaxd.config import Config
 from syshaxd.config_files import ConfigFiles
 from syshaxd.control.app import make_app
 from syshaxd.control.rights import Rights
 from syshaxd.control.routes import Routes
 from syshaxd.core import Core, core_errors
+from syshaxd.keeping import Keeper, Store
 from syshaxd.live_config import LiveConfig
 from syshaxd.logs import set_up_logging
 from syshaxd.machine import Machine, raise_open_files_limit
@@ -41,7 +44,7 @@ from syshaxd.registry import Registry
 from syshaxd.sessions import Sessions
 from syshaxd.sockets import Listeners, open_listeners
 from syshaxd.status import SAMPLE_SECONDS, Parts, Reporter, version
-from syshaxd.systemd import Notifier, watchdog_seconds
+from syshaxd.systemd import Notifier, take_handed, watchdog_seconds
 
 log = logging.getLogger(__name__)
 EXIT_UNDRAINED = 4
@@ -81,6 +84,7 @@ class Server:
 
     def __init__(self, core: Core, options: Options) -> None:
         self._core, self._options = core, options
+        handed = take_handed()
         loaded = options.files.load()
         self._config = LiveConfig(
             options.files, loaded, lambda config: check_formats(core, config, self.parts.libraries)
@@ -88,7 +92,9 @@ class Server:
         config = loaded.config
         set_up_logging(config.logging)
         plan, libraries = check_start(core, config)
-        self._listeners: Listeners = open_listeners(options.runtime_dir, config.access.group, options.user)
+        self._listeners: Listeners = open_listeners(
+            options.runtime_dir, config.access.group, options.user, handed.sockets
+        )
         with core_errors(core):
             runtime = core.Runtime(
                 [node.as_core_plan() for node in plan.nodes],
@@ -100,7 +106,12 @@ class Server:
             topology = core.topology()
         boot_id = secrets.token_bytes(16)
         current = self._config.current
-        registry = Registry(core, runtime, plan, current)
+        keeper = Keeper(Store())
+        registry = Registry(core, runtime, plan, current, keeper, core.isa_effective(isa_cap(config)))
+        adoption = adopt_kept(core, runtime, plan, config, keeper, handed.others)
+        for packed, model in adoption.models.values():
+            registry.adopt(packed, model)
+        self._load_again = tuple(adoption.load_again.values())
         sessions = Sessions(core, runtime, plan, registry, current, boot_id)
         self.parts = Parts(
             core, runtime, plan, registry, sessions, self._config, boot_id, isa_cap(config), topology,
@@ -130,11 +141,15 @@ class Server:
         self._notifier.ready(self._status_line())
         self.serving.set()
         self._log_start()
+        for request in self._load_again:
+            parts.registry.load_again(request)
         parts.registry.autoload()
+        prefault = asyncio.create_task(asyncio.to_thread(parts.registry.prefault), name="prefault")
         await self._first_end(self._stop.wait(), attach, caretaker)
         try:
             return await self._drain(attach)
         finally:
+            await asyncio.wait([prefault])
             caretaker.cancel()
             await control.cleanup()
             await asyncio.to_thread(parts.runtime.stop)

@@ -191,11 +191,11 @@ class Sessions:
         if self._closing:
             raise ShuttingDownError("the daemon is stopping", "attach again when it is back")
         entry = self._registry.ready(request.model)
-        assert entry.model is not None and entry.blueprint is not None
-        if request.fingerprint is not None and request.fingerprint != entry.blueprint.fingerprint:
+        assert entry.model is not None and entry.facts is not None
+        if request.fingerprint is not None and request.fingerprint != entry.facts.fingerprint:
             raise FingerprintError(
                 f"the client's checkpoint of {request.model} is not the one loaded here from {entry.path}",
-                f"fingerprints: client {request.fingerprint[:16]}, daemon {entry.blueprint.fingerprint[:16]}",
+                f"fingerprints: client {request.fingerprint[:16]}, daemon {entry.facts.fingerprint[:16]}",
             )
         layout = self._layout(request, entry, entry.model)
         self._check_limits(request, layout["total_bytes"])
@@ -206,8 +206,8 @@ class Sessions:
         return session
 
     def _layout(self, request: AttachRequest, entry: Entry, model: CoreModel) -> dict[str, int]:
-        assert entry.blueprint is not None
-        geometry = entry.blueprint.geometry
+        assert entry.facts is not None
+        geometry = entry.facts.geometry
         top_k = request.top_k or geometry.top_k
         if top_k > geometry.num_experts:
             raise InvalidArgumentError(f"top_k is {top_k}, but {request.model} has {geometry.num_experts} experts")
@@ -271,14 +271,14 @@ class Sessions:
 
     def _answer(self, session: Session) -> AttachAnswer:
         entry = session.entry
-        assert entry.blueprint is not None
+        assert entry.facts is not None
         return AttachAnswer(
             boot_id=self._boot_id.hex(),
             session_id=session.session_id,
             model=entry.name,
             format=entry.format,
-            fingerprint=entry.blueprint.fingerprint,
-            geometry=entry.blueprint.geometry,
+            fingerprint=entry.facts.fingerprint,
+            geometry=entry.facts.geometry,
             layout=RingLayout.model_validate(session.layout),
         )
 

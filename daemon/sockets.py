@@ -11,12 +11,12 @@ import grp
 import os
 import socket
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from syshax.errors import ConfigError, SyshaxError
 from syshax.protocol import ATTACH_SOCKET, CONTROL_SOCKET
-from syshaxd.systemd import take_sockets
 
 LOCK_FILE = "syshaxd.lock"
 _KINDS = {CONTROL_SOCKET: socket.SOCK_STREAM, ATTACH_SOCKET: socket.SOCK_SEQPACKET}
@@ -56,13 +56,18 @@ class Listeners:
         os.close(self.lock)
 
 
-def open_listeners(runtime_dir: Path, group: str, private: bool) -> Listeners:
-    """Raises ConfigError (a directory that cannot be used) or AlreadyRunningError. private: no group, 0700, 0600."""
+def open_listeners(
+    runtime_dir: Path, group: str, private: bool, handed: Sequence[tuple[str, socket.socket]] = ()
+) -> Listeners:
+    """private: no group, 0700, 0600. handed: the service manager's sockets, used instead of own ones.
+
+    Raises ConfigError (a directory that cannot be used) or AlreadyRunningError.
+    """
     lock = _lock(runtime_dir, private)
     group_id = None if private else _group_id(group)
     own: list[Path] = []
     try:
-        made = _handed_over()
+        made = _handed_over(handed)
         for name, kind in _KINDS.items():
             if name not in made:
                 made[name] = _bind(runtime_dir / name, kind, group_id)
@@ -112,11 +117,11 @@ def _group_id(group: str) -> int | None:
         return None
 
 
-def _handed_over() -> dict[str, socket.socket]:
+def _handed_over(sockets: Sequence[tuple[str, socket.socket]]) -> dict[str, socket.socket]:
     """Systemd's sockets by our names. Their kinds tell which is which: all sockets of one unit have the same
     FileDescriptorName=. Raises ConfigError for one that is neither."""
     found: dict[str, socket.socket] = {}
-    for name, handed in take_sockets():
+    for name, handed in sockets:
         ours = next(
             (ours for ours, kind in _KINDS.items() if (handed.family, handed.type) == (socket.AF_UNIX, kind)), ""
         )

@@ -1,4 +1,4 @@
-"""The few words that pass between systemd and the daemon: readiness, status, watchdog, sockets handed over.
+"""The few words that pass between systemd and the daemon: readiness, status, watchdog, descriptors handed over.
 
 Owns the environment variables of sd_notify and of socket activation. Without systemd everything here does nothing.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import time
+from dataclasses import dataclass, field
 
 import sdnotify
 
@@ -45,16 +47,36 @@ def watchdog_seconds() -> float | None:
     return int(wanted) / 1e6 if wanted.isdigit() and int(wanted) > 0 and pid == str(os.getpid()) else None
 
 
-def take_sockets() -> list[tuple[str, socket.socket]]:
-    """Listening sockets handed over by systemd, each with its FileDescriptorName=; the variables are cleared."""
+@dataclass
+class Handed:
+    """Descriptors that the service manager handed over, each with its name; names may repeat."""
+
+    sockets: list[tuple[str, socket.socket]] = field(default_factory=list)
+    """Those that listen."""
+    others: list[tuple[str, int]] = field(default_factory=list)
+    """What earlier lives of this service put into the manager's store."""
+
+
+def take_handed() -> Handed:
+    """What was handed over to this process, closed on exec from now on; the variables are cleared."""
     pid, count = os.environ.pop("LISTEN_PID", ""), os.environ.pop("LISTEN_FDS", "")
     names = os.environ.pop("LISTEN_FDNAMES", "").split(":")
+    handed = Handed()
     if pid != str(os.getpid()) or not count.isdigit():
-        return []
-    taken: list[tuple[str, socket.socket]] = []
+        return handed
     for offset in range(int(count)):
         descriptor = _FIRST_FD + offset
         os.set_inheritable(descriptor, False)
         name = names[offset] if offset < len(names) else str(descriptor)
-        taken.append((name, socket.socket(fileno=descriptor)))
-    return taken
+        if _listens(descriptor):
+            handed.sockets.append((name, socket.socket(fileno=descriptor)))
+        else:
+            handed.others.append((name, descriptor))
+    return handed
+
+
+def _listens(descriptor: int) -> bool:
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as seen:
+        return bool(seen.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

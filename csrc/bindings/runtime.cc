@@ -4,6 +4,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -182,6 +183,21 @@ std::map<std::string, std::string> kernel_names(const CpuModel& model) {
   return names;
 }
 
+py::list arenas(const CpuModel& model) {
+  py::list result;
+  try {
+    for (uint32_t node = 0; node < model.layout().num_nodes(); ++node) {
+      const int fd = model.duplicate_arena(node);
+      if (fd < 0) continue;
+      result.append(py::dict(py::arg("index") = node, py::arg("fd") = fd, py::arg("bytes") = model.node_bytes(node)));
+    }
+  } catch (...) {
+    for (const auto& arena : result) ::close(arena["fd"].cast<int>());
+    throw;
+  }
+  return result;
+}
+
 void bind_model(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<CpuModel, ModelPtr>(m, "Model")
@@ -193,6 +209,8 @@ void bind_model(py::module_& m) {
       .def("node_bytes", [](const CpuModel& model) { return by_node(model, &CpuModel::node_bytes); })
       .def("huge_bytes", [](const CpuModel& model) { return by_node(model, &CpuModel::huge_bytes); })
       .def("kernels", kernel_names)
+      .def("arenas", arenas)
+      .def("prefault", &CpuModel::prefault, no_gil)
       .def("load_layer", load_layer, py::arg("layer"), py::arg("gate"), py::arg("up"), py::arg("down"),
            py::arg("dtype"))
       .def("fill_random", &CpuModel::fill_random, py::arg("seed"), no_gil)
@@ -273,6 +291,13 @@ ModelPtr create_model(Runtime& runtime, const std::string& name, const py::dict&
   return runtime.create_model(name, g, format);
 }
 
+ModelPtr adopt_model(Runtime& runtime, const std::string& name, const py::dict& geometry, const std::string& format,
+                     const std::map<uint32_t, int>& arenas) {
+  const MoeGeometry g = to_geometry(geometry);
+  const py::gil_scoped_release no_gil;
+  return runtime.adopt_model(name, g, format, arenas);
+}
+
 void bind_runtime_class(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> no_gil;
   py::class_<Runtime, std::shared_ptr<Runtime>>(m, "Runtime")
@@ -285,6 +310,7 @@ void bind_runtime_class(py::module_& m) {
           },
           py::arg("geometry"), py::arg("format"), py::arg("nodes"))
       .def("create_model", create_model, py::arg("name"), py::arg("geometry"), py::arg("format"))
+      .def("adopt_model", adopt_model, py::arg("name"), py::arg("geometry"), py::arg("format"), py::arg("arenas"))
       .def("drop_model", &Runtime::drop_model, py::arg("model"), no_gil)
       .def("start", &Runtime::start, no_gil)
       .def("drain", &Runtime::drain, py::arg("timeout_s"), no_gil)
@@ -302,6 +328,7 @@ void bind_runtime_class(py::module_& m) {
 }  // namespace
 
 void bind_runtime(py::module_& m) {
+  m.attr("ARENA_LAYOUT_VERSION") = kArenaLayoutVersion;
   bind_model(m);
   bind_runtime_class(m);
 }

@@ -25,8 +25,12 @@ class Arena {
   // Different ranges may be populated by different threads at the same time.
   void populate(size_t offset, size_t bytes);
   void seal();
-  // Takes the descriptor over.
+  // Takes the descriptor over when it can map it; else it stays the caller's.
   static Arena adopt(int fd, int node);
+  // Leaves the descriptor to the caller in any case.
+  static Arena adopt_duplicate(int fd, int node);
+  // After its pages are mapped the kernel knows more about huge ones than after adopt.
+  void count_huge_bytes();
 
   char* data() const { return static_cast<char*>(arena_.base); }
   size_t bytes() const { return arena_.bytes; }
@@ -37,6 +41,9 @@ class Arena {
  private:
   syshax_arena arena_ = {nullptr, 0, -1, -1, 0, SYSHAX_HUGE_OFF};
 };
+
+// Maps pages that are there before they are first read; best effort, fails in silence.
+void prefault_pages(const void* begin, size_t bytes);
 
 // "off", "auto" or "require"; else CoreError("config").
 syshax_huge_pages parse_huge_pages(const std::string& value);

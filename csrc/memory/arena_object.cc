@@ -1,10 +1,20 @@
 // The C++ owner of an arena: the C calls of memory_manager.h with their errors turned into CoreError. Contract:
 // arena.h.
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstring>
 #include <utility>
 
 #include "base/error.h"
 #include "memory/arena.h"
+#include "memory/free_memory.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
 
 namespace syshax {
 namespace {
@@ -46,6 +56,28 @@ Arena Arena::adopt(int fd, int node) {
   char message[kMessageBytes] = "";
   check(syshax_arena_adopt(&arena.arena_, fd, node, message, sizeof message), message);
   return arena;
+}
+
+Arena Arena::adopt_duplicate(int fd, int node) {
+  const int own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  if (own < 0)
+    throw CoreError("hardware", "descriptor " + std::to_string(fd) + " cannot be duplicated: " + strerror(errno));
+  try {
+    return adopt(own, node);
+  } catch (...) {
+    ::close(own);
+    throw;
+  }
+}
+
+void Arena::count_huge_bytes() {
+  if (arena_.base != nullptr && arena_.huge_bytes < arena_.bytes)
+    arena_.huge_bytes = mapped_huge_bytes(arena_.base, arena_.bytes);
+}
+
+void prefault_pages(const void* begin, size_t bytes) {
+  while (madvise(const_cast<void*>(begin), bytes, MADV_POPULATE_READ) != 0 && errno == EINTR) {
+  }
 }
 
 syshax_huge_pages parse_huge_pages(const std::string& value) {

@@ -1,9 +1,13 @@
 // A model in this process: layout, arenas, kernels and forward pass put together. Contract: cpu_model.h.
 #include "moe/cpu_model.h"
 
+#include <errno.h>
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <string_view>
@@ -72,12 +76,48 @@ CpuModel::CpuModel(std::string name, const MoeGeometry& geometry, const std::str
       layout_(geometry, format, compute_->plan),
       kernels_(choose_kernels(layout_, compute_->features)),
       loaded_(geometry.num_layers) {
-  const size_t assignments = size_t{compute_->chunk_tokens} * geometry.top_k;
-  if (compute_->chunk_tokens == 0 || assignments > kMaxChunkAssignments)
-    throw CoreError("invalid_argument", "chunk_tokens " + std::to_string(compute_->chunk_tokens) + " with top_k " +
-                                            std::to_string(geometry.top_k) + " is out of range");
+  check_chunk();
   check_memory();
   map_arenas();
+  make_forward();
+}
+
+CpuModel::CpuModel(std::string name, const MoeGeometry& geometry, const std::string& format,
+                   std::shared_ptr<Compute> compute, std::vector<Arena> arenas)
+    : name_(std::move(name)),
+      compute_(std::move(compute)),
+      layout_(geometry, format, compute_->plan),
+      kernels_(choose_kernels(layout_, compute_->features)),
+      arenas_(std::move(arenas)),
+      state_(State::kSealed),
+      loaded_(geometry.num_layers, true) {
+  check_chunk();
+  check_sizes();
+  make_forward();
+}
+
+void CpuModel::check_chunk() const {
+  const uint32_t top_k = geometry().top_k;
+  if (compute_->chunk_tokens == 0 || size_t{compute_->chunk_tokens} * top_k > kMaxChunkAssignments)
+    throw CoreError("invalid_argument", "chunk_tokens " + std::to_string(compute_->chunk_tokens) + " with top_k " +
+                                            std::to_string(top_k) + " is out of range");
+}
+
+void CpuModel::check_sizes() const {
+  if (arenas_.size() != layout_.num_nodes())
+    throw CoreError("invalid_argument", "model " + name_ + " has " + std::to_string(arenas_.size()) +
+                                            " arenas, the plan " + std::to_string(layout_.num_nodes()) + " nodes");
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
+    const size_t bytes = layout_.shard(node).arena_bytes;
+    const size_t huge = (bytes + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+    if (arenas_[node].bytes() != bytes && arenas_[node].bytes() != huge)
+      throw CoreError("invalid_argument", "arena " + std::to_string(node) + " of model " + name_ + " has " +
+                                              std::to_string(arenas_[node].bytes()) + " bytes; wanted " +
+                                              std::to_string(bytes));
+  }
+}
+
+void CpuModel::make_forward() {
   std::vector<const char*> bases;
   for (const Arena& arena : arenas_) bases.push_back(arena.data());
   forward_ = std::make_unique<MoeForward>(layout_, std::move(bases), kernels_, select_vector_ops(compute_->features),
@@ -117,6 +157,36 @@ void CpuModel::map_arenas() {
     const size_t offset = task * kPopulateBytes;
     arenas_[node].populate(offset, std::min(kPopulateBytes, arenas_[node].bytes() - offset));
   });
+}
+
+int CpuModel::duplicate_arena(uint32_t node) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require(State::kSealed, "hand out an arena of");
+  if (arenas_[node].bytes() == 0) return -1;
+  const int fd = fcntl(arenas_[node].fd(), F_DUPFD_CLOEXEC, 3);
+  if (fd < 0) throw CoreError("limit", std::string("an arena's descriptor cannot be duplicated: ") + strerror(errno));
+  return fd;
+}
+
+void CpuModel::prefault() {
+  std::vector<uint64_t> tasks;
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node)
+    tasks.push_back((node_bytes(node) + kPopulateBytes - 1) / kPopulateBytes);
+  run_crew(compute_->plan, tasks, [&](uint32_t node, uint64_t task) {
+    const char* begin = nullptr;
+    size_t bytes = 0;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const size_t offset = task * kPopulateBytes;
+      if (state_ != State::kSealed || offset >= arenas_[node].bytes()) return;
+      begin = arenas_[node].data() + offset;
+      bytes = std::min(kPopulateBytes, arenas_[node].bytes() - offset);
+    }
+    // Should the model be released meanwhile, the call fails, or maps early what another mapping holds: no harm.
+    prefault_pages(begin, bytes);
+  });
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (Arena& arena : arenas_) arena.count_huge_bytes();
 }
 
 size_t CpuModel::node_bytes(uint32_t node) const {

@@ -1,7 +1,8 @@
 // A model whose experts the CPUs compute: its arenas (one on each node), its kernels, loading and forward.
 //
-// Life: made (memory reserved and populated), filled layer by layer, sealed, served, released. Every step checks that
-// it is its turn. Loading may run on several threads; release waits for a forward in flight.
+// Life: made (memory reserved and populated), filled layer by layer, sealed, served, released; or made of sealed arenas
+// that an earlier process filled, and served. Every step checks that it is its turn. Loading may run on several
+// threads; release waits for a forward in flight.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -20,12 +21,22 @@ class CpuModel final : public ExpertModel {
  public:
   // Checks free memory, reserves and populates. Throws CoreError("no_memory") with the numbers.
   CpuModel(std::string name, const MoeGeometry& geometry, const std::string& format, std::shared_ptr<Compute> compute);
+  // Sealed from the beginning. arenas: one for each node of the plan, empty for a node without a share; their bytes are
+  // believed, their sizes checked: CoreError("invalid_argument").
+  CpuModel(std::string name, const MoeGeometry& geometry, const std::string& format, std::shared_ptr<Compute> compute,
+           std::vector<Arena> arenas);
 
   const std::string& name() const override { return name_; }
   MoeGeometry geometry() const override { return layout_.geometry(); }
   const ExpertLayout& layout() const { return layout_; }
   const syshax_kernel* kernel(syshax_dtype dtype) const { return kernels_[dtype]; }
   uint64_t forward_calls() const { return forward_calls_.load(std::memory_order_relaxed); }
+
+  // A sealed model's arena on one node of the plan: a duplicate of its descriptor, closed on exec and the caller's to
+  // close; -1 for a node without a share.
+  int duplicate_arena(uint32_t node) const;
+  // Maps all pages before requests meet them, with the nodes' own CPUs. May run while the model serves.
+  void prefault();
 
   // Bytes held on one node of the plan, and how many of them in huge pages; 0 once released.
   size_t node_bytes(uint32_t node) const;
@@ -55,7 +66,10 @@ class CpuModel final : public ExpertModel {
   enum class State { kFilling, kSealed, kClosed };
 
   void check_memory() const;
+  void check_chunk() const;
+  void check_sizes() const;
   void map_arenas();
+  void make_forward();
   void require(State state, const char* action) const;
   void check_layer(uint32_t layer) const;
   // Packs `experts` consecutive experts of the layer; pack(packer, piece, expert, destination).

@@ -19,6 +19,10 @@
 
 namespace syshax {
 
+// Of all that this file's heading says: whoever changes it counts this up, so that arenas kept by an older version are
+// not read with a newer one's eyes. A packing has a version of its own in its name.
+constexpr uint32_t kArenaLayoutVersion = 1;
+
 // Gate rows (and up rows) that lie together in w13.
 constexpr uint32_t kInterleave = 16;
 

@@ -24,7 +24,7 @@ from syshaxd.frontend.app import App
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import ApiError, Kind
 from syshaxd.frontend.keys import KeyRing
-from syshaxd.systemd import Notifier, take_sockets
+from syshaxd.systemd import Notifier, take_handed
 
 log = logging.getLogger("syshax.api")
 _LAST_REQUEST_SECONDS = 0.25
@@ -118,7 +118,7 @@ class Process:
         return 0
 
     async def _listen(self, runner: web.ServerRunner) -> None:
-        sites: list[web.BaseSite] = [web.SockSite(runner, given) for _, given in take_sockets()]
+        sites: list[web.BaseSite] = [web.SockSite(runner, given) for _, given in take_handed().sockets]
         if not sites:
             sites = [web.TCPSite(runner, self._config.host, self._config.port)]
         try:

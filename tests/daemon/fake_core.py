@@ -6,6 +6,7 @@ misbehave (fail, stall, take long), which the real one cannot.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import threading
@@ -18,6 +19,9 @@ BLOCKS = {"bf16": (1, 2), "fp16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 ISAS = ["scalar", "avx2", "avx512"]
 PAGE = 4096
+F_SEAL_FUTURE_WRITE = 0x10
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | F_SEAL_FUTURE_WRITE
+MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
 
 
 class CoreError(Exception):
@@ -53,16 +57,18 @@ class FakeModel:
         self.name, self.format = name, format
         self._geometry, self._bytes, self._core = geometry, node_bytes, core
         self.layers: dict[int, tuple[list[np.ndarray], ...]] = {}
-        self.sealed = self.dropped = False
+        self.sealed = self.dropped = self.adopted = False
+        self.packing = core.packing(format)
+        self.arena_fds: dict[int, int] = {}
 
     def geometry(self) -> dict[str, int]:
         return self._geometry
 
     def pool_bytes(self) -> int:
-        return sum(self._bytes)
+        return sum(self.node_bytes().values())
 
     def node_bytes(self) -> dict[int, int]:
-        return dict(enumerate(self._bytes))
+        return {index: -(-size // PAGE) * PAGE for index, size in enumerate(self._bytes)}
 
     def huge_bytes(self) -> dict[int, int]:
         return dict.fromkeys(range(len(self._bytes)), 0)
@@ -79,6 +85,24 @@ class FakeModel:
     def seal(self) -> None:
         assert len(self.layers) == self._geometry["num_layers"]
         self.sealed = True
+        for index, size in enumerate(self._bytes):
+            self.arena_fds[index] = fd = os.memfd_create(f"fake:{self.name}:{index}", MEMFD_FLAGS)
+            os.truncate(fd, -(-size // PAGE) * PAGE)
+            os.pwrite(fd, self.text(), 0)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+
+    def text(self) -> bytes:
+        """What stands in an arena, so that tests can tell one from another."""
+        return f"{self.name} {self.format} {sum(float(m.sum()) for group in self.layers[0] for m in group)}".encode()
+
+    def arenas(self) -> list[dict[str, int]]:
+        return [
+            {"index": index, "fd": fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3), "bytes": os.fstat(fd).st_size}
+            for index, fd in self.arena_fds.items()
+        ]
+
+    def prefault(self) -> None:
+        pass
 
     def forward_calls(self) -> int:
         return 0
@@ -112,8 +136,22 @@ class FakeRuntime:
         self.models.append(model)
         return model
 
+    def adopt_model(self, name: str, geometry: dict[str, int], format: str, arenas: dict[int, int]) -> FakeModel:
+        model = FakeModel(name, geometry, format, self.plan_bytes(geometry, format, self._nodes), self._core)
+        if {index: os.fstat(fd).st_size for index, fd in arenas.items()} != model.node_bytes():
+            raise CoreError("invalid_argument", f"the arenas of {name} do not fit")
+        for fd in arenas.values():
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise CoreError("hardware", f"descriptor {fd} is no sealed arena")
+        model.arena_fds = {index: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for index, fd in arenas.items()}
+        model.sealed = model.adopted = True
+        self.models.append(model)
+        return model
+
     def drop_model(self, model: FakeModel) -> None:
         model.dropped = True
+        for fd in model.arena_fds.values():
+            os.close(fd)
         self.models.remove(model)
 
     def start(self) -> None:
@@ -171,6 +209,7 @@ class FakeRuntime:
 
 class FakeCore:
     CoreError = CoreError
+    ARENA_LAYOUT_VERSION = 1
 
     def __init__(self, topology: dict[str, Any] | None = None) -> None:
         cpus = [[cpu] for cpu in sorted(os.sched_getaffinity(0))]
@@ -187,6 +226,7 @@ class FakeCore:
         self.heartbeat_age_ns = 0
         self.poisoned: set[int] = set()
         self.runtime_cap = ""
+        self.packing_version = 1
         self.runtime: FakeRuntime | None = None
 
     def cpu_name(self) -> str:
@@ -216,13 +256,16 @@ class FakeCore:
         return [
             {
                 "name": f"{format}_{activation}_{isa}", "format": format, "activation": activation, "isa": isa,
-                "packing": f"{format}/1", "features": [], "dtypes": list(DTYPES), "rank": rank, "vendor": "",
+                "packing": self.packing(format), "features": [], "dtypes": list(DTYPES), "rank": rank, "vendor": "",
                 "usable": rank <= ISAS.index(self.isa_effective(isa_cap)),
             }
             for format in BLOCKS
             for activation in ("f32", "q8")
             for rank, isa in enumerate(ISAS)
         ]  # fmt: skip
+
+    def packing(self, format: str) -> str:
+        return f"{format}/{self.packing_version}"
 
     def select_kernel(self, format: str, dtype: str, isa_cap: str = "") -> str:
         return f"{format}_{'q8' if format.startswith('q') else 'f32'}_{self.isa_effective(isa_cap)}"

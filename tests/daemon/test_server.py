@@ -24,7 +24,7 @@ from syshaxd.config_files import ConfigFiles
 from syshaxd.logs import JsonFormatter, TextFormatter
 from syshaxd.server import EXIT_UNDRAINED, Options, Server
 from syshaxd.sockets import AlreadyRunningError, open_listeners
-from syshaxd.systemd import take_sockets, watchdog_seconds
+from syshaxd.systemd import Handed, take_handed, watchdog_seconds
 
 
 def stale_socket(path: Path, kind: socket.SocketKind) -> None:
@@ -99,14 +99,13 @@ def test_modes_and_group_of_a_system_daemon(short_dir: Path, monkeypatch: pytest
     listeners.close()
 
 
-def test_sockets_from_systemd_are_told_apart_by_kind(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
+def test_sockets_from_systemd_are_told_apart_by_kind(short_dir: Path) -> None:
     made: list[tuple[str, socket.socket]] = []
     for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):
         made.append(("syshaxd", socket.socket(socket.AF_UNIX, kind)))
         made[-1][1].bind(str(short_dir / kind.name))
         made[-1][1].listen()
-    monkeypatch.setattr("syshaxd.sockets.take_sockets", lambda: made)
-    listeners = open_listeners(short_dir / "run", "none", True)
+    listeners = open_listeners(short_dir / "run", "none", True, made)
     assert listeners.own_paths == () and (listeners.attach, listeners.control) == (made[0][1], made[1][1])
     listeners.close()
     assert (short_dir / "SOCK_STREAM").exists(), "systemd's sockets are not removed"
@@ -120,14 +119,11 @@ def test_sockets_from_systemd_are_told_apart_by_kind(monkeypatch: pytest.MonkeyP
         [(socket.AF_INET, socket.SOCK_STREAM)],
     ],
 )
-def test_sockets_of_no_use_are_refused(
-    kinds: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, short_dir: Path
-) -> None:
+def test_sockets_of_no_use_are_refused(kinds: list[tuple[int, int]], short_dir: Path) -> None:
     given = [("odd", socket.socket(family, kind)) for family, kind in kinds]
-    monkeypatch.setattr("syshaxd.sockets.take_sockets", lambda: given)
     for _ in range(2):  # the second finds the directory's lock free again
         with pytest.raises(ConfigError, match=r"no use for \(odd: "):
-            open_listeners(short_dir / "run", "none", True)
+            open_listeners(short_dir / "run", "none", True, given)
     for _, handed in given:
         handed.close()
 
@@ -135,7 +131,7 @@ def test_sockets_of_no_use_are_refused(
 def test_variables_of_other_processes_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LISTEN_PID", "1")
     monkeypatch.setenv("LISTEN_FDS", "2")
-    assert not take_sockets() and "LISTEN_FDS" not in os.environ
+    assert take_handed() == Handed() and "LISTEN_FDS" not in os.environ
     monkeypatch.setenv("WATCHDOG_USEC", "2000000")
     assert watchdog_seconds() == 2.0
     monkeypatch.setenv("WATCHDOG_PID", "1")

@@ -1,0 +1,175 @@
+"""A service manager for one daemon: what systemd does for restarts without reloading, in plain Python.
+
+Owns $NOTIFY_SOCKET and the store of descriptors (FDSTORE, FDSTOREREMOVE, BARRIER, READY), both listening sockets, and
+starts the daemon with what is in the store. It can kill the daemon at a chosen message, which no real one does.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from syshax.control import Control
+from syshax.protocol import LoadRequest, ModelInfo, ModelsAnswer
+
+KINDS = {"control": socket.SOCK_STREAM, "attach": socket.SOCK_SEQPACKET}
+
+
+class ServiceManager:
+    """`directory`: short, for sockets. The daemon's runtime directory is `directory`/run."""
+
+    def __init__(self, directory: Path, config: str = "") -> None:
+        self.directory, self.runtime_dir = directory, directory / "run"
+        self.config_file, self.log_file = directory / "syshaxd.toml", directory / "log"
+        self.runtime_dir.mkdir(mode=0o700)
+        self.configure(config)
+        self.store: list[tuple[str, int]] = []
+        self.messages: list[dict[str, str]] = []
+        self.kill_when: Callable[[dict[str, str]], bool] = lambda message: False
+        self.process: subprocess.Popen[bytes] | None = None
+        self.control = Control(self.runtime_dir, timeout=20)
+        self.ready = threading.Event()
+        self.started_at = self.ready_at = 0.0
+        self._listeners = {name: self._listener(name, kind) for name, kind in KINDS.items()}
+        self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notify.bind(str(directory / "notify"))
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _listener(self, name: str, kind: socket.SocketKind) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, kind)
+        listener.bind(str(self.runtime_dir / f"{name}.sock"))
+        listener.listen(64)
+        return listener
+
+    def configure(self, text: str) -> None:
+        self.config_file.write_text(text)
+
+    # ------------------------------------------------------------------ messages
+
+    def _read(self) -> None:
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self._notify, 4096, 8)
+            if data == b"END":
+                return
+            message = dict(line.split("=", 1) for line in data.decode().splitlines())
+            if self.process is not None and self.kill_when(message):
+                self.kill_when = lambda message: False
+                self.process.kill()
+                self.process.wait()
+            self._obey(message, list(descriptors))
+
+    def _obey(self, message: dict[str, str], descriptors: list[int]) -> None:
+        self.messages.append(message)
+        if "FDSTORE" in message:
+            self.store += [(message["FDNAME"], descriptor) for descriptor in descriptors]
+        else:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if "FDSTOREREMOVE" in message:
+            self.remove(message["FDNAME"])
+        if "READY" in message:
+            self.ready_at = time.monotonic()
+            self.ready.set()
+
+    def remove(self, name: str) -> None:
+        for descriptor in [descriptor for held, descriptor in self.store if held == name]:
+            os.close(descriptor)
+        self.store = [(held, descriptor) for held, descriptor in self.store if held != name]
+
+    def names(self) -> list[str]:
+        return sorted(name for name, _ in self.store)
+
+    # ------------------------------------------------------------------- processes
+
+    def start(self, wait: bool = True) -> None:
+        """As systemd does: LISTEN_FDS with the sockets first, then the store."""
+        assert self.process is None or self.process.poll() is not None
+        handed = [(name, listener.fileno()) for name, listener in self._listeners.items()] + self.store
+        high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 300) for _, descriptor in handed]
+        moves = " ".join(f"{3 + place}<&{descriptor} {descriptor}<&-" for place, descriptor in enumerate(high))
+        names = ":".join(name for name, _ in handed)
+        variables = f"LISTEN_PID=$$ LISTEN_FDS={len(handed)} LISTEN_FDNAMES={names}"
+        daemon = [
+            sys.executable, "-m", "syshaxd", "--user", "--runtime-dir", self.runtime_dir,
+            "--state-dir", self.directory / "state", "--config", self.config_file,
+        ]  # fmt: skip
+        script = f"exec {moves}; export {variables}; exec {' '.join(map(str, daemon))}"
+        self.ready.clear()
+        with self.log_file.open("ab") as log:
+            self.started_at = time.monotonic()
+            self.process = subprocess.Popen(
+                ["bash", "-c", script], stderr=log, pass_fds=high, start_new_session=True,
+                env=os.environ | {"NOTIFY_SOCKET": str(self.directory / "notify")},
+            )  # fmt: skip
+        for descriptor in high:
+            os.close(descriptor)
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while not self.ready.wait(0.05):
+            assert self.process is not None and self.process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        assert self.process is not None
+        self.process.send_signal(how)
+        return self.process.wait(60)
+
+    def restart(self, how: signal.Signals = signal.SIGTERM, wait: bool = True) -> int:
+        code = self.end(how)
+        self.start(wait)
+        return code
+
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    # ----------------------------------------------------------------------- asking
+
+    def load(self, name: str, path: Path, format: str) -> ModelInfo:
+        self.control.post("/v1/models", LoadRequest(name=name, path=str(path), format=format), ModelInfo)
+        return self.until_ready(name)
+
+    def model(self, name: str) -> ModelInfo:
+        return self.control.get(f"/v1/models/{name}", ModelInfo)
+
+    def models(self) -> dict[str, ModelInfo]:
+        return {info.name: info for info in self.control.get("/v1/models", ModelsAnswer).models}
+
+    def until_ready(self, name: str) -> ModelInfo:
+        deadline = time.monotonic() + 60
+        while (info := self.model(name)).state in ("loading", "configured"):
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.01)
+        assert info.state == "ready", info.reason
+        return info
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
+            end.sendto(b"END", str(self.directory / "notify"))
+        self._reader.join()
+        for name in {name for name, _ in self.store}:
+            self.remove(name)
+        for listener in (*self._listeners.values(), self._notify):
+            listener.close()
