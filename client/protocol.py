@@ -297,11 +297,32 @@ class KernelsAnswer(Answer):
     libraries: list[OperatorLibrary] = []
 
 
+class Origin(Answer):
+    """Where a value came from."""
+
+    kind: Literal["default", "file", "drop-in", "state", "environment", "command line"]
+    where: str = ""
+    """The file or the variable."""
+    line: int | None = None
+    """In the file, from 1."""
+
+
+class StartOption(Answer):
+    """What the daemon was started with that is no key of the configuration: its directories and its main file."""
+
+    name: str
+    value: str
+    origin: Origin
+
+
 class ConfigAnswer(Answer):
     boot_id: str
     effective: dict[str, Any]
     sources: dict[str, str]
-    """Dotted key -> file (or "default", "state") that set it; defaults are left out."""
+    """Dotted key -> file (or "state", "environment VARIABLE") that set it; defaults are left out."""
+    origins: dict[str, Origin] = {}
+    """Every dotted key -> where its value in force came from."""
+    start: list[StartOption] = []
     needs_restart: list[str] = []
     """Keys whose configured value is not the running one."""
 

@@ -17,12 +17,12 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from syshax.errors import SyshaxError
-from syshax.protocol import DEFAULT_RUNTIME_DIR
+from syshax.protocol import DEFAULT_RUNTIME_DIR, Origin, StartOption
 from syshaxd.bench.app import app as bench
 from syshaxd.config_files import DEFAULT_CONFIG, ConfigFiles
 from syshaxd.core import compiled_core
@@ -57,8 +57,22 @@ def default_state_dir(user: bool) -> Path:
 
 def options_from(config: Path | None, runtime_dir: Path | None, state_dir: Path | None, user: bool) -> Options:
     main = config or DEFAULT_CONFIG
-    files = ConfigFiles(main, required=config is not None, state_dir=state_dir or default_state_dir(user))
-    return Options(files, (runtime_dir or default_runtime_dir(user)).absolute(), user)
+    state = state_dir or default_state_dir(user)
+    runtime = (runtime_dir or default_runtime_dir(user)).absolute()
+    start = (
+        _start_option("--config", main, config is not None, None),
+        _start_option("--runtime-dir", runtime, runtime_dir is not None, "SYSHAX_RUNTIME_DIR"),
+        _start_option("--state-dir", state, state_dir is not None, "STATE_DIRECTORY"),
+    )
+    return Options(ConfigFiles(main, config is not None, state), runtime, user, start)
+
+
+def _start_option(name: str, value: Path, given: bool, variable: str | None) -> StartOption:
+    """`given`: on the command line, or by the variable of the same value."""
+    if variable and os.environ.get(variable) and Path(os.environ[variable].split(":")[0]).absolute() == value:
+        return StartOption(name=name, value=str(value), origin=Origin(kind="environment", where=variable))
+    kind: Literal["command line", "default"] = "command line" if given else "default"
+    return StartOption(name=name, value=str(value), origin=Origin(kind=kind))
 
 
 def fail(error: SyshaxError) -> int:

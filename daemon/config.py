@@ -39,6 +39,9 @@ def _absolute_or_empty(value: str) -> str:
     return _absolute(value) if value else value
 
 
+ENVIRONMENT = {"SYSHAX_ISA": "compute.isa"}
+"""Variables that set a key for one start, after all files."""
+
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 Share = Annotated[float, Field(gt=0, le=1000, allow_inf_nan=False)]
 Distinct = AfterValidator(_distinct)
@@ -178,13 +181,15 @@ class LimitsConfig(Section):
     control_body: Size = _key("1MiB", "Largest body of a control request.", live=True)
     stopped_seconds: int = _key(
         60,
-        "After how long a session ends whose process is stopped (a debugger, SIGSTOP) with its heartbeat standing "
+        "Seconds after which a session ends whose process is stopped (a debugger, SIGSTOP) with its heartbeat standing "
         "still; it attaches again when it goes on. Idle clients are never ended. 0: never.",
         live=True,
         ge=0,
         le=86400,
     )
-    drain_seconds: int = _key(20, "How long a stop waits for requests that were accepted.", live=True, ge=0, le=3600)
+    drain_seconds: int = _key(
+        20, "Seconds that a stop waits for requests that were accepted.", live=True, ge=0, le=3600
+    )
 
 
 class LoggingConfig(Section):

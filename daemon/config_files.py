@@ -1,7 +1,8 @@
 """Where syshaxd's configuration lies: the administrator's file, its drop-ins, and the state file of `config set`.
 
-Owns the order of these layers, the state file (written in one step, never the administrator's), and dotted keys. How
-files are read and errors worded is settings.py's, what is valid is config.py's.
+Owns the order of these layers, the few environment variables that win over them, the state file (written in one step,
+never the administrator's), and dotted keys. How files are read and errors worded is settings.py's, what is valid is
+config.py's, where a value came from is told by origins.py.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import Any
 
 import tomli_w
 
+from syshax.ctl.values import toml_or_text
 from syshax.errors import ConfigError
-from syshaxd.config import Config
+from syshaxd.config import ENVIRONMENT, Config
+from syshaxd.origins import ENVIRONMENT_SOURCE, STATE_SOURCE
 from syshaxd.settings import Layer, build, flatten, nearest_key, read_toml, with_drop_ins
 
 DEFAULT_CONFIG = Path("/etc/syshax/syshaxd.toml")
 STATE_FILE = "overrides.toml"
-STATE_SOURCE = "state"
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,18 @@ class ConfigFiles:
     def _build(self, state: Mapping[str, Any]) -> Loaded:
         files = [self.main] if self.required else []
         files += [file for file in with_drop_ins(self.main) if file not in files]
-        layers = [*(read_toml(file) for file in files), Layer(STATE_SOURCE, state)]
+        layers = [*(read_toml(file) for file in files), Layer(STATE_SOURCE, state), *environment_layers(os.environ)]
         config, sources = build(Config, layers)
         return Loaded(config, sources, dict(flatten(state)))
+
+
+def environment_layers(environment: Mapping[str, str]) -> list[Layer]:
+    """One layer for each variable of config.ENVIRONMENT that is set and not empty; values are TOML, or bare words."""
+    layers = []
+    for variable, key in ENVIRONMENT.items():
+        if text := environment.get(variable):
+            layers.append(Layer(f"{ENVIRONMENT_SOURCE}{variable}", unflatten({key: toml_or_text(text)})))
+    return layers
 
 
 def split_key(key: str) -> list[str]:

@@ -6,23 +6,32 @@ it is needed); the others keep the value of the start, and are named as needing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from syshax.errors import ConfigError
-from syshax.protocol import ConfigAnswer, ConfigChangeAnswer
+from syshax.protocol import ConfigAnswer, ConfigChangeAnswer, Origin, StartOption
 from syshaxd.config import Config, is_live, live_keys
 from syshaxd.config_files import ConfigFiles, Loaded, split_key
+from syshaxd.origins import origins
 from syshaxd.settings import flatten, nearest_key
 
 
 class LiveConfig:
     """`current()` is the configuration in force."""
 
-    def __init__(self, files: ConfigFiles, loaded: Loaded, check: Callable[[Config], None]) -> None:
-        """`check` raises ConfigError for what the schema alone cannot know."""
+    def __init__(
+        self,
+        files: ConfigFiles,
+        loaded: Loaded,
+        check: Callable[[Config], None],
+        options: Sequence[StartOption] = (),
+    ) -> None:
+        """`check` raises ConfigError for what the schema alone cannot know; `options` are only shown."""
         self._files, self._loaded, self._check = files, loaded, check
         self._start = self._current = loaded.config
+        self._options = list(options)
+        self._origins = self._start_origins = self._find_origins()
 
     def current(self) -> Config:
         return self._current
@@ -66,6 +75,7 @@ class LiveConfig:
     def _adopt(self, loaded: Loaded, boot_id: str) -> ConfigChangeAnswer:
         before = _flat(self._current)
         self._loaded = loaded
+        self._origins = self._find_origins()
         self._current = _with_restart_keys_of(self._start, loaded.config)
         after = _flat(self._current)
         applied = sorted(key for key in {*before, *after} if before.get(key) != after.get(key))
@@ -86,8 +96,20 @@ class LiveConfig:
             boot_id=boot_id,
             effective=self._current.model_dump(mode="json"),
             sources=self._loaded.sources,
+            origins={key: self._origin(key) for key, _ in flatten(self._current.model_dump(mode="json"))},
+            start=self._options,
             needs_restart=self.needs_restart(),
         )
+
+    def _find_origins(self) -> dict[str, Origin]:
+        """Found when the files are read: they may be other ones later."""
+        keys = dict(flatten(self._loaded.config.model_dump(mode="json")))
+        return origins(keys, self._loaded.sources, self._files.main, self._files.state_file)
+
+    def _origin(self, key: str) -> Origin:
+        """Of the value in force: that of a key which needs a restart is the start's."""
+        known = self._origins if key == "models" or is_live(key) else self._start_origins
+        return known[key]
 
 
 def _flat(config: Config) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 from aiohttp import web
 
 from syshax.errors import ConfigError, HardwareError
-from syshax.protocol import ConfigChangeAnswer, ModelState, OperatorLibrary
+from syshax.protocol import ConfigChangeAnswer, ModelState, OperatorLibrary, StartOption
 from syshaxd.adoption import adopt_kept
 from syshaxd.config import Config
 from syshaxd.config_files import ConfigFiles
@@ -49,7 +49,6 @@ from syshaxd.systemd import Notifier, take_handed, watchdog_seconds
 log = logging.getLogger(__name__)
 EXIT_UNDRAINED = 4
 EXIT_FORCED = 130
-ISA_VARIABLE = "SYSHAX_ISA"
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,8 @@ class Options:
     files: ConfigFiles
     runtime_dir: Path
     user: bool
-
-
-def isa_cap(config: Config) -> str:
-    return os.environ.get(ISA_VARIABLE) or config.compute.isa
+    start: tuple[StartOption, ...] = ()
+    """What `config show --origin` tells of it."""
 
 
 def check_start(core: Core, config: Config) -> tuple[Plan, list[OperatorLibrary]]:
@@ -72,7 +69,7 @@ def check_start(core: Core, config: Config) -> tuple[Plan, list[OperatorLibrary]
     libraries = load_directory(core, config.operators.directory)
     check_formats(core, config, libraries)
     with core_errors(core):
-        core.isa_effective(isa_cap(config))
+        core.isa_effective(config.compute.isa)
         topology = core.topology()
     if not topology["nodes"]:
         raise HardwareError("the machine's topology shows no NUMA node", "is /sys mounted?")
@@ -87,7 +84,7 @@ class Server:
         handed = take_handed()
         loaded = options.files.load()
         self._config = LiveConfig(
-            options.files, loaded, lambda config: check_formats(core, config, self.parts.libraries)
+            options.files, loaded, lambda config: check_formats(core, config, self.parts.libraries), options.start
         )
         config = loaded.config
         set_up_logging(config.logging)
@@ -98,7 +95,7 @@ class Server:
         with core_errors(core):
             runtime = core.Runtime(
                 [node.as_core_plan() for node in plan.nodes],
-                isa_cap(config),
+                config.compute.isa,
                 plan.spin_us,
                 config.compute.huge_pages,
                 config.compute.chunk_tokens,
@@ -107,14 +104,14 @@ class Server:
         boot_id = secrets.token_bytes(16)
         current = self._config.current
         keeper = Keeper(Store())
-        registry = Registry(core, runtime, plan, current, keeper, core.isa_effective(isa_cap(config)))
+        registry = Registry(core, runtime, plan, current, keeper, core.isa_effective(config.compute.isa))
         adoption = adopt_kept(core, runtime, plan, config, keeper, handed.others)
         for packed, model in adoption.models.values():
             registry.adopt(packed, model)
         self._load_again = tuple(adoption.load_again.values())
         sessions = Sessions(core, runtime, plan, registry, current, boot_id)
         self.parts = Parts(
-            core, runtime, plan, registry, sessions, self._config, boot_id, isa_cap(config), topology,
+            core, runtime, plan, registry, sessions, self._config, boot_id, config.compute.isa, topology,
             self._listeners.group_found, libraries,
         )  # fmt: skip
         self._reporter = Reporter(self.parts)

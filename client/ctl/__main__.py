@@ -242,14 +242,17 @@ def doctor(context: typer.Context) -> None:
 def config_show(
     context: typer.Context,
     key: Annotated[str, typer.Argument(help="Only this key or table, such as limits.")] = "",
+    origin: Annotated[
+        bool, typer.Option("--origin", help="Where each value was set: file and line, variable, default.")
+    ] = False,
 ) -> None:
-    """The effective configuration and where each value comes from."""
+    """The configuration in force and where each value comes from."""
     ctl = _of(context)
     answer = ctl.control.get("/v1/config", ConfigAnswer)
     known = [dotted for dotted, _ in screens.flat(answer.effective)]
     if key and not any(dotted == key or dotted.startswith(f"{key}.") for dotted in known):
         raise NotFoundError(f"there is no key or table {key!r}", "syshaxctl config show lists every key")
-    ctl.show(answer, lambda it: screens.config(it, key))
+    ctl.show(answer, lambda it: screens.config(it, key, origin))
 
 
 @config_app.command("set")

@@ -26,6 +26,7 @@ from syshax.protocol import (
     ModelsAnswer,
     ModelState,
     NodeInfo,
+    Origin,
     SessionsAnswer,
     StatusAnswer,
     TopologyAnswer,
@@ -281,22 +282,38 @@ def kernels(answer: KernelsAnswer) -> RenderableType:
 # -------------------------------------------------------------------- config
 
 
-def config(answer: ConfigAnswer, under: str = "") -> RenderableType:
-    """Dotted keys with values as TOML; `under` limits it to a key or table. The source is shown where it is not the
-    default."""
+def config(answer: ConfigAnswer, under: str = "", origin: bool = False) -> RenderableType:
+    """Dotted keys with values as TOML; `under` limits it to a key or table; `origin` shows lines of files and what the
+    daemon was started with."""
     made = table("~Key", "~Value", "~Set in")
     for key, value in flat(answer.effective):
         if under and key != under and not key.startswith(f"{under}."):
             continue
         source = answer.sources.get(key, "default")
+        if origin and key in answer.origins:
+            source = origin_text(answer.origins[key])
         style = "dim" if source == "default" else ""
         made.add_row(Text(key, style=style), Text(toml_value(value), style=style), Text(source, style=style))
     if not made.row_count:
         return Text(f"no key {under}" if under else "no configuration")
+    for option in answer.start if origin and not under else []:
+        made.add_row(Text(option.name), Text(option.value), Text(origin_text(option.origin)))
     if not answer.needs_restart:
         return made
     waiting = ", ".join(answer.needs_restart)
     return Group(made, "", _notes([("restart needed:", f"{waiting} (systemctl restart syshaxd)")], "yellow"))
+
+
+def origin_text(origin: Origin) -> str:
+    """ "/etc/syshax/syshaxd.toml:12", "drop-in /etc/.../10.toml:3", "config set", "SYSHAX_ISA", "default"."""
+    line = f":{origin.line}" if origin.line else ""
+    words = {
+        "file": f"{origin.where}{line}",
+        "drop-in": f"drop-in {origin.where}{line}",
+        "state": f"config set, {origin.where}{line}",
+        "environment": f"variable {origin.where}",
+    }
+    return words.get(origin.kind, origin.kind)
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

@@ -16,7 +16,9 @@ from syshax.protocol import (
     DoctorAnswer,
     ModelInfo,
     ModelsAnswer,
+    Origin,
     SessionsAnswer,
+    StartOption,
     StatusAnswer,
 )
 
@@ -217,3 +219,28 @@ def test_cpu_ranges_name_each_cpu_once(cpus: set[int]) -> None:
         first, _, last = part.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(cpus)
+
+
+def test_config_show_origin(ctl: RunCtl, control: FakeControl) -> None:
+    answer = control.replies["GET /v1/config"]
+    origins = {
+        "compute.nodes": Origin(kind="file", where="/etc/syshax/syshaxd.toml", line=12),
+        "compute.threads": Origin(kind="environment", where="SYSHAX_THREADS"),
+        "limits.sessions": Origin(kind="state", where="/var/lib/syshax/overrides.toml", line=3),
+        "log.level": Origin(kind="default"),
+        "models.later.path": Origin(kind="drop-in", where="/etc/syshax/syshaxd.toml.d/10.toml", line=2),
+    }
+    start = [StartOption(name="--state-dir", value="/s", origin=Origin(kind="command line"))]
+    control.replies["GET /v1/config"] = answer.model_copy(update={"origins": origins, "start": start})
+    lines = {
+        line.split()[0]: " ".join(line.split()[1:])
+        for line in ctl("config", "show", "--origin", width=200).out.splitlines()
+        if line
+    }
+    assert lines["compute.nodes"] == "[0, 1] /etc/syshax/syshaxd.toml:12"
+    assert lines["compute.threads"] == "0 variable SYSHAX_THREADS"
+    assert lines["limits.sessions"] == "16 config set, /var/lib/syshax/overrides.toml:3"
+    assert lines["log.level"] == '"info" default'
+    assert lines["models.later.path"].endswith("drop-in /etc/syshax/syshaxd.toml.d/10.toml:2")
+    assert lines["--state-dir"] == "/s command line"
+    assert "--state-dir" not in ctl("config", "show", "limits", "--origin").out
