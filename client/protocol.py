@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 PROTOCOL_VERSION = 1
+RING_VERSION = 1
+"""Of the shared memory's layout (SYSHAX_RING_VERSION_MAJOR): both sides must agree."""
 DEFAULT_RUNTIME_DIR = "/run/syshax"
 CONTROL_SOCKET = "control.sock"
 ATTACH_SOCKET = "attach.sock"
@@ -346,12 +348,17 @@ class Check(Answer):
     ok: bool
     level: Literal["ok", "warning", "error"] = "ok"
     message: str
+    cost: str = ""
+    """What it costs to leave it so."""
     hint: str = ""
+    """The command that mends it."""
 
 
 class DoctorAnswer(Answer):
     boot_id: str
     checks: list[Check]
+    versions: dict[str, str] = {}
+    """The daemon's "syshax", "protocol" and "ring", for comparison with the client's."""
 
 
 class UnloadAnswer(Answer):

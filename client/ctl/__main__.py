@@ -21,14 +21,14 @@ from rich.console import Console, RenderableType
 
 from syshax.control import Control
 from syshax.ctl import screens, values, waiting
+from syshax.doctor.examination import examine
+from syshax.doctor.findings import exit_status
 from syshax.errors import CheckpointError, InvalidArgumentError, NotFoundError, SyshaxError
 from syshax.protocol import (
     BUILTIN_FORMATS,
-    Check,
     ConfigAnswer,
     ConfigChangeAnswer,
     ConfigSetRequest,
-    DoctorAnswer,
     KernelsAnswer,
     LoadRequest,
     ModelInfo,
@@ -229,13 +229,12 @@ def kernels(context: typer.Context) -> None:
 
 @app.command()
 def doctor(context: typer.Context) -> None:
-    """Look for what is wrong or slow. Exit status 1 when an error is found."""
+    """Look for what is wrong or slow, with or without a daemon. Exit status 1: warnings, 2: errors."""
     ctl = _of(context)
-    answer = ctl.control.get("/v1/doctor", DoctorAnswer)
-    reached = Check(name="control socket", ok=True, message=f"the daemon answers at {ctl.control.path}")
-    ctl.show(answer.model_copy(update={"checks": [reached, *answer.checks]}), screens.doctor)
-    if any(screens.level(check) == "error" for check in answer.checks):
-        raise typer.Exit(1)
+    answer = examine(ctl.control)
+    ctl.show(answer, screens.doctor)
+    if status := exit_status(answer.checks):
+        raise typer.Exit(status)
 
 
 @config_app.command("show")

@@ -361,8 +361,10 @@ def doctor(answer: DoctorAnswer) -> RenderableType:
     for check in answer.checks:
         mark, style = _CHECK_STYLE[level(check)]
         text = Text(check.message)
-        if check.hint and level(check) != "ok":
-            text.append(f"\nhint: {check.hint}", style="dim")
+        if level(check) != "ok":
+            for word, said in (("costs", check.cost), ("fix", check.hint)):
+                if said:
+                    text.append(f"\n{word}: {said}", style="dim")
         made.add_row(Text(mark, style=style), Text(check.name), text)
     return Group(made, "", _verdict(answer.checks))
 

@@ -23,7 +23,7 @@ from syshax.protocol import (
 )
 from syshaxd.control.app import Handler, json_answer, read_body
 from syshaxd.control.rights import Rights
-from syshaxd.doctor import run_checks
+from syshaxd.doctor import run_checks, versions
 from syshaxd.peers import Peer, peer_of
 from syshaxd.status import Parts, Reporter
 
@@ -128,7 +128,8 @@ class Routes:
 
     async def doctor(self, request: web.Request) -> web.Response:
         checks = await asyncio.to_thread(run_checks, self._parts, self._reporter)
-        return json_answer(DoctorAnswer(boot_id=self._parts.boot, checks=checks))
+        answer = DoctorAnswer(boot_id=self._parts.boot, checks=checks, versions=versions(self._parts))
+        return json_answer(answer)
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(self._metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})

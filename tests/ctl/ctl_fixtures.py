@@ -300,8 +300,11 @@ RunCtl = Callable[..., Ran]
 
 @pytest.fixture
 def ctl(control: FakeControl, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCtl:
-    """`ctl("status", width=80)`: syshaxctl against the fake, in this process."""
+    """`ctl("status", width=80)`: syshaxctl against the fake, in this process; doctor looks at no socket or unit here."""
     from syshax.ctl.__main__ import main
+    from syshax.doctor.caller import daemon
+
+    monkeypatch.setattr("syshax.doctor.examination.check_caller", lambda caller: list(daemon(caller)))
 
     def run(*arguments: str, width: int = 80, runtime_dir: Path | None = None) -> Ran:
         monkeypatch.setenv("COLUMNS", str(width))

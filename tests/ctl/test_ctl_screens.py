@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from ctl_fixtures import BOOT, FAILED, GIB, LOADING, READY, FakeControl, RunCtl, answers, session
@@ -63,7 +64,7 @@ def test_status_is_one_screen(ctl: RunCtl) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_screen_fits_and_is_plain_text(ctl: RunCtl, verb: str, width: int) -> None:
     ran = ctl(*verb.split(), width=width)
-    assert ran.status == 0 and not ran.err and ran.out.strip()
+    assert ran.status == (verb == "doctor") and not ran.err and ran.out.strip()
     assert "\x1b" not in ran.out, "no colour where there is no terminal"
     for line in ran.out.splitlines():
         assert len(line) <= width and line == line.rstrip()
@@ -80,7 +81,7 @@ def test_json_is_the_message(ctl: RunCtl, verb: str) -> None:
         ran = ctl(*arguments)
         if verb == "doctor":
             parsed = json.loads(ran.out)
-            assert parsed["checks"].pop(0)["name"] == "control socket"
+            assert parsed["checks"].pop(0)["name"] == "daemon"
             assert parsed == json.loads(message.model_dump_json())
         else:
             assert type(message).model_validate_json(ran.out) == message
@@ -148,15 +149,33 @@ def test_config_show_of_a_table(ctl: RunCtl) -> None:
     assert ran.status == 5 and "'limts'" in ran.err
 
 
-def test_doctor_exits_1_on_an_error(ctl: RunCtl, control: FakeControl) -> None:
-    assert ctl("doctor").status == 0
-    bad = Check(name="pool", ok=False, message="node 0 holds 0 bytes", hint="load again")
+def test_doctor_says_cost_and_fix_and_its_status_the_worst(ctl: RunCtl, control: FakeControl) -> None:
+    ran = ctl("doctor")
+    assert ran.status == 1 and "1 warning" in ran.out and "fix: remove SYSHAX_ISA" in ran.out
+    bad = Check(name="pool", ok=False, message="node 0 holds 0 bytes", cost="nothing is there", hint="load again")
     control.replies["GET /v1/doctor"] = DoctorAnswer(boot_id=BOOT, checks=[bad])
     ran = ctl("doctor")
-    assert ran.status == 1 and "1 error" in ran.out and "hint: load again" in ran.out
-    assert ctl("--json", "doctor").status == 1
+    assert ran.status == 2 and "1 error" in ran.out and "costs: nothing is there\n" in ran.out
+    assert "fix: load again" in ran.out
+    ran = ctl("--json", "doctor")
+    assert ran.status == 2 and DoctorAnswer.model_validate_json(ran.out).checks[1:] == [bad]
     control.replies["GET /v1/doctor"] = DoctorAnswer(boot_id=BOOT, checks=[])
-    assert "all is well" in ctl("doctor").out
+    ran = ctl("doctor")
+    assert ran.status == 0 and "all is well" in ran.out
+
+
+def test_doctor_without_a_daemon_looks_at_the_machine(ctl: RunCtl, tmp_path: Path) -> None:
+    ran = ctl("doctor", runtime_dir=tmp_path / "nobody")
+    assert ran.status == 2 and "no syshaxd at" in ran.out and "kernel" in ran.out and not ran.err
+    checks = {
+        check["name"]: check for check in json.loads(ctl("doctor", "--json", runtime_dir=tmp_path / "x").out)["checks"]
+    }
+    assert (
+        checks["daemon"]["level"] == "error"
+        and checks["daemon"]["cost"]
+        and "systemctl start" in checks["daemon"]["hint"]
+    )
+    assert {"kernel", "control groups", "memory lock", "huge pages", "NUMA balancing", "CPU governor"} <= set(checks)
 
 
 def test_progress_in_words() -> None:

@@ -270,6 +270,9 @@ class FakeCore:
     def select_kernel(self, format: str, dtype: str, isa_cap: str = "") -> str:
         return f"{format}_{'q8' if format.startswith('q') else 'f32'}_{self.isa_effective(isa_cap)}"
 
+    def ring_abi(self) -> dict[str, Any]:
+        return {"constants": {"version_major": 1, "version_minor": 0}}
+
     def load_operator_library(self, path: str) -> None:
         raise CoreError("hardware", f"{path}: cannot be loaded")
 

@@ -235,16 +235,19 @@ async def test_a_kernel_below_the_best_is_a_warning_and_a_metric(start: Callable
 async def test_doctor_looks_at_everything_and_survives_a_failing_check(daemon: Daemon, monkeypatch: Any) -> None:
     checks = {check["name"]: check for check in (await daemon.json("GET", "/v1/doctor"))[1]["checks"]}
     wanted = {"data plane", "instruction set", "affinity", "CPU quota", "huge pages", "memory lock", "shared memory"}
-    assert wanted | {"memory of node 0", "model tiny", "group", "sessions", "configuration"} <= set(checks)
+    assert wanted | {"memory of node 0", "model tiny", "access", "sessions", "configuration"} <= set(checks)
     daemon.core.heartbeat_age_ns = 60 * 10**9
 
     def broken() -> None:
-        raise OSError("no /dev/shm here")
+        raise OSError("no quota here")
 
-    monkeypatch.setattr("syshaxd.doctor.shm_free_bytes", broken)
-    checks = {check["name"]: check for check in (await daemon.json("GET", "/v1/doctor"))[1]["checks"]}
+    monkeypatch.setattr("syshaxd.doctor.cpu_quota", broken)
+    answer = (await daemon.json("GET", "/v1/doctor"))[1]
+    checks = {check["name"]: check for check in answer["checks"]}
     assert checks["data plane"]["level"] == "error" and "60 s" in checks["data plane"]["message"]
-    assert "no /dev/shm here" in checks["shared_memory"]["message"]
+    assert "no quota here" in checks["cpus"]["message"] and "sessions" in checks
+    assert all(check["cost"] and check["hint"] for check in checks.values() if not check["ok"])
+    assert answer["versions"]["ring"] == answer["versions"]["protocol"] == "1"
 
 
 async def test_config_set_show_and_reload(daemon: Daemon, tmp_path: Path) -> None:
