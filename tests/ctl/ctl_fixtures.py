@@ -300,7 +300,7 @@ RunCtl = Callable[..., Ran]
 
 @pytest.fixture
 def ctl(control: FakeControl, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCtl:
-    """`ctl("status", width=80)`: syshaxctl against the fake, in this process; doctor looks at no socket or unit here."""
+    """`ctl("status", width=80)`: syshaxctl against the fake, in this process. doctor looks at no socket or unit."""
     from syshax.ctl.__main__ import main
     from syshax.doctor.caller import daemon
 
