@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-test setup-bench model demo test test-fast test-arm sanitize check format bench bench-vllm man clean
+.PHONY: help system setup setup-test setup-bench model demo test test-fast test-arm sanitize check format bench bench-vllm man rpm clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -24,7 +24,7 @@ setup:
 	@$(BOOTSTRAP) core
 
 setup-test:
-	@$(BOOTSTRAP) system
+	@$(BOOTSTRAP) system test
 	@$(BOOTSTRAP) venv test
 	@$(BOOTSTRAP) core
 
@@ -77,6 +77,11 @@ bench-vllm: setup-test  ## vLLM with its experts in syshaxd against vLLM alone: 
 
 man: setup  ## the man pages and the shell completions, in build/manual/
 	@$(PY) packaging/manual build/manual
+
+# RPM_OPTIONS="--core build/core --no-check": minutes less, for what was built and tested already.
+rpm: setup-test  ## the RPMs, in build/rpm/RPMS
+	@rm -rf build/rpm/SOURCES
+	@$(PY) packaging/rpm.py build/rpm $(RPM_OPTIONS)
 
 clean:  ## remove everything that was built, the virtual environment too
 	rm -rf $(VENV) build .demo bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,20 +1,27 @@
 """Maps source folders to import names and builds the C++ core with CMake.
 
 One source tree gives two packages (daemon -> syshaxd, client -> syshax) and two libraries: syshaxd/_core (Python
-extension) and syshax/libsyshax_client.so (plain C ABI). SYSHAX_CLIENT_ONLY=1 leaves the daemon out, for a worker's
-container. SYSHAX_BUILD_DIR keeps the CMake build between runs.
+extension) and syshax/libsyshax_client.so (plain C ABI). SYSHAX_CLIENT_ONLY=1 leaves the daemon and syshaxctl out, for
+a worker's container: that wheel holds no code for a Python version, and needs little. SYSHAX_BUILD_DIR keeps the CMake
+build between runs.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-from setuptools import Extension, find_packages, setup
+from setuptools import Distribution, Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 CLIENT_ONLY = os.environ.get("SYSHAX_CLIENT_ONLY", "") == "1"
+
+CLIENT_NEEDS = {"numpy", "pydantic"}
+"""Of pyproject.toml's dependencies; vLLM brings both."""
 
 
 def packages_of(folder: str, name: str) -> list[str]:
@@ -56,14 +63,38 @@ class CMakeBuild(build_ext):
         return []
 
 
+class ClientDistribution(Distribution):
+    """Of what pyproject.toml says, the part that is true of the client alone."""
+
+    def parse_config_files(self, *arguments: Any, **options: Any) -> None:
+        super().parse_config_files(*arguments, **options)
+        needed = [text for text in self.install_requires if re.split(r"[^\w-]", text)[0] in CLIENT_NEEDS]
+        for where in (self, self.metadata):
+            where.install_requires, where.extras_require = needed, {}
+        scripts = self.entry_points["console_scripts"]
+        self.entry_points["console_scripts"] = [row for row in scripts if "syshax.vllm" in row]
+
+
+class ClientWheel(bdist_wheel):
+    """For any Python 3 on this kind of machine: the C library is loaded with ctypes."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
 packages = packages_of("client", "syshax")
-if not CLIENT_ONLY:
+if CLIENT_ONLY:
+    packages = [package for package in packages if package != "syshax.ctl"]
+else:
     packages += packages_of("daemon", "syshaxd")
+
+client_only = {"distclass": ClientDistribution} if CLIENT_ONLY else {}
 
 setup(
     packages=packages,
     package_dir={"syshax": "client", "syshaxd": "daemon"},
     package_data={"syshax": ["py.typed"], "syshaxd": ["py.typed", "*.pyi", "bench/targets.toml"]},
-    ext_modules=[Extension("syshaxd._core", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    ext_modules=[Extension("syshax._client" if CLIENT_ONLY else "syshaxd._core", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, **({"bdist_wheel": ClientWheel} if CLIENT_ONLY else {})},
+    **client_only,
 )

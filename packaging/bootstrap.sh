@@ -2,7 +2,7 @@
 # Brings a checkout from nothing to a working .venv. Called by the Makefile; every stage is safe to repeat and does
 # nothing when its work is done.
 #
-#   bootstrap.sh system [arm]     check the system, install missing system packages; arm: those of make test-arm too
+#   bootstrap.sh system [test|arm]  check the system, install missing system packages; those of make test or test-arm too
 #   bootstrap.sh venv [test|bench]  make .venv with everything pinned in packaging/requirements/
 #   bootstrap.sh core             build and install syshax itself into .venv
 #   bootstrap.sh model            make the demo model
@@ -57,12 +57,14 @@ missing_packages() {
     if [ "$kind" = debian ]; then
         wanted="g++ make git libhwloc-dev libnuma1"
         [ "$purpose" != arm ] || wanted="$wanted g++-aarch64-linux-gnu qemu-user"
+        [ "$purpose" != test ] || wanted="$wanted rpm"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-venv python3-dev"
         for package in $wanted; do
             dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || printf '%s ' "$package"
         done
     else
         wanted="gcc-c++ make git hwloc-devel numactl-libs"
+        [ "$purpose" != test ] || wanted="$wanted rpm-build"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-pip python3-devel"
         for package in $wanted; do
             rpm -q --whatprovides "$package" >/dev/null 2>&1 || printf '%s ' "$package"
