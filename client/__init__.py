@@ -6,7 +6,10 @@ with Client() as client:
     y = model.moe(layer, hidden_states, topk_ids, topk_weights)
 """
 
-from syshax.client import Client, Model, Pending
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from syshax.errors import (
     CheckpointError,
     DaemonAbsentError,
@@ -23,6 +26,9 @@ from syshax.errors import (
     UnknownModelError,
     VersionError,
 )
+
+if TYPE_CHECKING:
+    from syshax.client import Client, Model, Pending
 
 __all__ = [
     "CheckpointError",
@@ -43,3 +49,12 @@ __all__ = [
     "UnknownModelError",
     "VersionError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Client, Model and Pending when they are first asked for: the daemon and syshaxctl start without numpy."""
+    if name in ("Client", "Model", "Pending"):
+        from syshax import client
+
+        return getattr(client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,27 +13,43 @@ Exit codes:
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+import typer.main
+from typer.core import TyperGroup
 
 from syshax.errors import SyshaxError
 from syshax.protocol import DEFAULT_RUNTIME_DIR, Origin, StartOption
-from syshaxd.bench.app import app as bench
 from syshaxd.config_files import DEFAULT_CONFIG, ConfigFiles
 from syshaxd.core import compiled_core
-from syshaxd.operators.app import app as operators
 from syshaxd.server import Options, Server, check_start
 from syshaxd.status import version
 
 DEFAULT_STATE_DIR = "/var/lib/syshax"
-app = typer.Typer(add_completion=False, no_args_is_help=False, rich_markup_mode=None)
-app.add_typer(bench, name="bench")
-app.add_typer(operators, name="operators")
+_COMMANDS = {"bench": "syshaxd.bench.app", "operators": "syshaxd.operators.app"}
+
+
+class _Commands(TyperGroup):
+    """Imports a command's module when it is called or listed: the daemon starts without them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *_COMMANDS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        command = typer.main.get_command(importlib.import_module(_COMMANDS[cmd_name]).app)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=False, rich_markup_mode=None)
 
 
 def default_runtime_dir(user: bool) -> Path:

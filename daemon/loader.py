@@ -23,9 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from syshax.checkpoint import Checkpoint, TensorEntry, expert_fingerprint
 from syshax.errors import CancelledError, CheckpointError, NoMemoryError
 from syshax.protocol import Geometry, Progress, WeightFormat
@@ -36,11 +33,8 @@ from syshaxd.manifest import FileStamp, core_geometry, stamps
 from syshaxd.planner import Plan
 from syshaxd.quantities import human_size
 
-_DTYPES: dict[str, tuple[str, npt.DTypeLike]] = {
-    "BF16": ("bfloat16", np.uint16),
-    "F16": ("float16", np.float16),
-    "F32": ("float32", np.float32),
-}
+_DTYPES = {"BF16": ("bfloat16", "u2"), "F16": ("float16", "f2"), "F32": ("float32", "f4")}
+"""safetensors' word -> the core's, numpy's."""
 CONFIG_FILE = "config.json"
 _LARGEST = {"experts": 65536, "hidden": 1 << 20, "intermediate": 1 << 20, "layers": 2048, "top_k": 4096}
 """Beyond any published model; keeps products of sizes inside 64 bits."""
@@ -388,12 +382,14 @@ def _prefetch(sources: Mapping[Path, _Source], entries: Sequence[Sequence[Tensor
         sources[file].mapped.prefetch(begin, end - begin)
 
 
-def _view(sources: Mapping[Path, _Source], entry: TensorEntry) -> npt.NDArray[Any]:
+def _view(sources: Mapping[Path, _Source], entry: TensorEntry) -> Any:
     """The tensor inside the mapped file; a copy only where the file holds it unaligned."""
+    import numpy as np  # a daemon that loads nothing starts without it
+
     dtype = np.dtype(_DTYPES[entry.dtype][1])
     count = (entry.end - entry.begin) // dtype.itemsize
     file = memoryview(sources[entry.file].mapped)
-    array: npt.NDArray[Any] = np.frombuffer(file, dtype, count, entry.begin).reshape(entry.shape)
+    array = np.frombuffer(file, dtype, count, entry.begin).reshape(entry.shape)
     return array if array.flags.aligned else array.copy()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -17,10 +17,11 @@ from syshax.protocol import ModelState
 from syshaxd.status import Parts, Reporter, version
 
 
-def metrics_registry(parts: Parts, reporter: Reporter) -> CollectorRegistry:
+def metrics_text(parts: Parts, reporter: Reporter) -> tuple[bytes, str]:
+    """What a scrape gets, and its content type."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(DaemonCollector(parts, reporter))
-    return registry
+    return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 class DaemonCollector(Collector):

@@ -11,6 +11,7 @@ meanwhile is told that its model is loading, and tries again.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import secrets
@@ -19,24 +20,18 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from aiohttp import web
+from typing import TYPE_CHECKING, Any
 
 from syshax.errors import ConfigError, HardwareError
 from syshax.protocol import ConfigChangeAnswer, ModelState, OperatorLibrary, StartOption
 from syshaxd.adoption import adopt_kept
 from syshaxd.config import Config
 from syshaxd.config_files import ConfigFiles
-from syshaxd.control.app import make_app
-from syshaxd.control.rights import Rights
-from syshaxd.control.routes import Routes
 from syshaxd.core import Core, core_errors
 from syshaxd.keeping import Keeper, Store
 from syshaxd.live_config import LiveConfig
 from syshaxd.logs import set_up_logging
 from syshaxd.machine import Machine, raise_open_files_limit
-from syshaxd.metrics import metrics_registry
 from syshaxd.operators.libraries import check_formats, load_directory
 from syshaxd.planner import Plan, make_plan
 from syshaxd.quantities import format_cpus
@@ -45,6 +40,9 @@ from syshaxd.sessions import Sessions
 from syshaxd.sockets import Listeners, open_listeners
 from syshaxd.status import SAMPLE_SECONDS, Parts, Reporter, version
 from syshaxd.systemd import Notifier, take_handed, watchdog_seconds
+
+if TYPE_CHECKING:
+    from aiohttp import web
 
 log = logging.getLogger(__name__)
 EXIT_UNDRAINED = 4
@@ -131,8 +129,8 @@ class Server:
         raise_open_files_limit()
         with core_errors(self._core):
             parts.runtime.start()
-        control = await self._serve_control()
         attach = asyncio.create_task(parts.sessions.serve(self._listeners.attach), name="attach")
+        control = await self._serve_control()
         caretaker = asyncio.create_task(self._look_after(), name="caretaker")
         parts.state = "ready"
         self._notifier.ready(self._status_line())
@@ -154,18 +152,10 @@ class Server:
             log.info("stopped")
 
     async def _serve_control(self) -> web.AppRunner:
-        own_user = os.geteuid() if self._options.user else None
-        routes = Routes(
-            self.parts,
-            self._reporter,
-            Rights(self._config.current, own_user),
-            metrics_registry(self.parts, self._reporter),
-            self._change_config,
+        serving = await asyncio.to_thread(importlib.import_module, "syshaxd.control.serving")
+        runner: web.AppRunner = await serving.serve_control(
+            self.parts, self._reporter, self._listeners.control, self._options.user, self._change_config
         )
-        app = make_app(self._core, self.parts.boot, routes.add_to)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
-        await runner.setup()
-        await web.SockSite(runner, self._listeners.control).start()
         return runner
 
     @staticmethod

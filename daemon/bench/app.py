@@ -21,7 +21,7 @@ from syshaxd.core import compiled_core, core_errors
 
 Operators = Annotated[list[str] | None, typer.Option(help="Path of an operator library; may be repeated.")]
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()

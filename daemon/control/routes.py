@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from syshax.errors import InvalidArgumentError
 from syshax.protocol import (
@@ -36,10 +35,9 @@ class Routes:
         parts: Parts,
         reporter: Reporter,
         rights: Rights,
-        metrics: CollectorRegistry,
         change_config: Callable[[Callable[[], ConfigChangeAnswer]], ConfigChangeAnswer],
     ) -> None:
-        self._parts, self._reporter, self._rights, self._metrics = parts, reporter, rights, metrics
+        self._parts, self._reporter, self._rights = parts, reporter, rights
         self._change_config = change_config
 
     def add_to(self, router: web.UrlDispatcher) -> None:
@@ -132,7 +130,10 @@ class Routes:
         return json_answer(answer)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(self._metrics), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        from syshaxd.metrics import metrics_text  # at the first scrape: the daemon starts without it
+
+        body, content_type = metrics_text(self._parts, self._reporter)
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
 
 def _peer(request: web.Request) -> Peer:

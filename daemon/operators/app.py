@@ -13,7 +13,7 @@ from rich.text import Text
 
 from syshaxd.operators.checking import Record, check_library
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 _STYLES = {"passed": "green", "failed": "bold red", "not run": "yellow"}
 
 

@@ -91,7 +91,8 @@ def from_typer(command: Any, name: str) -> Program:
             shown = parameter.metavar or parameter.name.upper()
             made.arguments.append(Argument(shown, _sentence(parameter), parameter.required, kind is Path))
     made.options.append(_HELP)
-    for key, inner in getattr(command, "commands", {}).items():
+    for key in command.list_commands(None) if hasattr(command, "list_commands") else ():
+        inner = command.get_command(None, key)
         if not inner.hidden:
             made.commands.append(from_typer(inner, key))
     return made
