@@ -125,12 +125,14 @@ class Routes:
         return json_answer(self._change_config(lambda: config.reload(boot)))
 
     async def doctor(self, request: web.Request) -> web.Response:
+        from syshaxd.doctor import run_checks  # as metrics below: a start does without
+
         checks = await asyncio.to_thread(run_checks, self._parts, self._reporter)
         answer = DoctorAnswer(boot_id=self._parts.boot, checks=checks, versions=versions(self._parts))
         return json_answer(answer)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        from syshaxd.metrics import metrics_text  # at the first scrape: the daemon starts without it
+        from syshaxd.metrics import metrics_text
 
         body, content_type = metrics_text(self._parts, self._reporter)
         return web.Response(body=body, headers={"Content-Type": content_type})
