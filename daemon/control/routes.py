@@ -22,7 +22,6 @@ from syshax.protocol import (
 )
 from syshaxd.control.app import Handler, json_answer, read_body
 from syshaxd.control.rights import Rights
-from syshaxd.doctor import run_checks, versions
 from syshaxd.peers import Peer, peer_of
 from syshaxd.status import Parts, Reporter
 
@@ -125,7 +124,7 @@ class Routes:
         return json_answer(self._change_config(lambda: config.reload(boot)))
 
     async def doctor(self, request: web.Request) -> web.Response:
-        from syshaxd.doctor import run_checks  # as metrics below: a start does without
+        from syshaxd.doctor import run_checks, versions  # as metrics below: a start does without
 
         checks = await asyncio.to_thread(run_checks, self._parts, self._reporter)
         answer = DoctorAnswer(boot_id=self._parts.boot, checks=checks, versions=versions(self._parts))
