@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help system setup setup-test setup-bench model demo test test-fast test-arm sanitize check format bench bench-vllm man rpm clean
+.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test sanitize check format bench bench-vllm man rpm clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -45,6 +45,15 @@ test-fast: setup-test  ## without vLLM and the demo model
 test-arm: setup  ## the core and its native tests for aarch64, on emulated CPUs (Debian)
 	@$(BOOTSTRAP) system arm
 	@packaging/native_tests.sh arm $(NATIVE_TESTS)
+
+# CI sets SYSTEM_TESTS=short.
+SYSTEM_TESTS ?= all
+system-test: setup-test  ## the installed services under a systemd booted in a container, as root (SYSTEM_TESTS=short: a minute)
+	@$(BOOTSTRAP) system systemd
+	@SYSHAX_SYSTEM_TESTS=1 $(PY) -m pytest tests/system $(if $(filter short,$(SYSTEM_TESTS)),-m "not long") $(PYTEST_OPTIONS)
+
+install: setup  ## as a system service, below DESTDIR (packaging/install.sh says what goes where)
+	@packaging/install.sh
 
 sanitize: setup  ## the native tests under the address, undefined-behaviour and thread sanitizers
 	@packaging/native_tests.sh sanitize $(NATIVE_TESTS)

@@ -2,7 +2,8 @@
 # Brings a checkout from nothing to a working .venv. Called by the Makefile; every stage is safe to repeat and does
 # nothing when its work is done.
 #
-#   bootstrap.sh system [test|arm]  check the system, install missing system packages; those of make test or test-arm too
+#   bootstrap.sh system [test|arm|systemd]  check the system, install missing system packages; those of make test,
+#                                 make test-arm or make system-test too
 #   bootstrap.sh venv [test|bench]  make .venv with everything pinned in packaging/requirements/
 #   bootstrap.sh core             build and install syshax itself into .venv
 #   bootstrap.sh model            make the demo model
@@ -58,6 +59,7 @@ missing_packages() {
         wanted="g++ make git libhwloc-dev libnuma1"
         [ "$purpose" != arm ] || wanted="$wanted g++-aarch64-linux-gnu qemu-user"
         [ "$purpose" != test ] || wanted="$wanted rpm"
+        [ "$purpose" != systemd ] || wanted="$wanted systemd systemd-container dbus python3"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-venv python3-dev"
         for package in $wanted; do
             dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || printf '%s ' "$package"
@@ -65,6 +67,7 @@ missing_packages() {
     else
         wanted="gcc-c++ make git hwloc-devel numactl-libs"
         [ "$purpose" != test ] || wanted="$wanted rpm-build"
+        [ "$purpose" != systemd ] || wanted="$wanted systemd systemd-container dbus python3"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-pip python3-devel"
         for package in $wanted; do
             rpm -q --whatprovides "$package" >/dev/null 2>&1 || printf '%s ' "$package"
@@ -169,5 +172,5 @@ stage_model() { "$VENV/bin/python" tests/demo/make_model.py "$MODEL"; }
 
 case "${1:-}" in
     system|venv|core|model) stage=$1; shift; "stage_$stage" "$@" ;;
-    *) sed -n '2,12p' "$0"; exit 2 ;;
+    *) sed -n '2,13p' "$0"; exit 2 ;;
 esac

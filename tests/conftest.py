@@ -14,6 +14,9 @@ from hypothesis import settings
 
 SHM = Path("/dev/shm")
 
+# They need root and a container with a systemd of its own: `make system-test`.
+collect_ignore = [] if os.environ.get("SYSHAX_SYSTEM_TESTS") else ["system"]
+
 # CI tries the same examples each time; elsewhere every run looks at new ones. Time limits belong to no property here.
 settings.register_profile("explore", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
