@@ -16,6 +16,7 @@
 #   SYSTEMD_VERSION=(of systemctl)       254 and later: the units also use settings that older ones do not know
 set -euo pipefail
 cd "$(dirname "$0")/.."
+umask 022
 
 DESTDIR=${DESTDIR:-}
 PYTHON=${PYTHON:-/usr/bin/python3}
@@ -50,8 +51,9 @@ minor() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
 rm -rf "$private/python" "$private/vendor"
 install -d -m 0755 "$private/python" "$private/vendor" "$private/operators"
 copy_package() {  # copy_package FOLDER NAME
-    (cd "$1" && find . -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.toml' -o -name py.typed \) -print0) |
-        while IFS= read -r -d '' file; do put 0644 "$1/$file" "$LIBDIR/syshax/python/$2/${file#./}"; done
+    install -d -m 0755 "$private/python/$2"
+    (cd "$1" && find . -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.toml' -o -name py.typed \) -print0 | sort -z |
+        tar -c --null -T - --mode='u=rwX,go=rX' --owner=0 --group=0) | tar -x -C "$private/python/$2"
 }
 copy_package daemon syshaxd
 copy_package client syshax

@@ -116,6 +116,7 @@ def broken_config(box: Box) -> Iterator[Path]:
     file.unlink(missing_ok=True)
 
 
+@pytest.mark.long
 def test_a_daemon_that_cannot_start_is_tried_until_it_can(box: Box, answers: Answers, broken_config: Path) -> None:
     """More failures than systemd's default limit, clients waiting all the time: nothing needs reset-failed."""
     box.drop_in(DAEMON, "[Service]\nRestartSec=50ms\n")
@@ -131,6 +132,7 @@ def test_a_daemon_that_cannot_start_is_tried_until_it_can(box: Box, answers: Ans
         box.remove_drop_in(DAEMON)
 
 
+@pytest.mark.long
 def test_stopping_both_takes_the_sockets_away(box: Box, answers: Answers) -> None:
     box.systemctl("stop", SOCKET, DAEMON)
     assert not [file.name for file in box.path("/run/syshax").iterdir() if file.suffix == ".sock"]
