@@ -2,7 +2,7 @@
 # Brings a checkout from nothing to a working .venv. Called by the Makefile; every stage is safe to repeat and does
 # nothing when its work is done.
 #
-#   bootstrap.sh system [test|arm|systemd]  check the system, install missing system packages; those of make test,
+#   bootstrap.sh system [test|arm|systemd|rpm]  check the system, install missing system packages; those of make test,
 #                                 make test-arm or make system-test too
 #   bootstrap.sh venv [test|bench]  make .venv with everything pinned in packaging/requirements/
 #   bootstrap.sh core             build and install syshax itself into .venv
@@ -60,6 +60,7 @@ missing_packages() {
         [ "$purpose" != arm ] || wanted="$wanted g++-aarch64-linux-gnu qemu-user"
         [ "$purpose" != test ] || wanted="$wanted rpm"
         [ "$purpose" != systemd ] || wanted="$wanted systemd systemd-container dbus python3"
+        [ "$purpose" != rpm ] || wanted="$wanted rpm dnf createrepo-c rpmlint man-db groff mandoc cmake ninja-build python3-dev"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-venv python3-dev"
         for package in $wanted; do
             dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || printf '%s ' "$package"

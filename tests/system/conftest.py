@@ -27,16 +27,16 @@ GEOMETRY = {"num_hidden_layers": 2, "num_experts": 4, "hidden_size": 64, "moe_in
 class TinyModel:
     """A checkpoint whose answers can be checked against the slow reference."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._tensors = write_checkpoint(path, **GEOMETRY)
+    def __init__(self, path: Path, geometry: dict[str, int] = GEOMETRY) -> None:
+        self.path, self._count = path, geometry["num_experts"]
+        self._tensors = write_checkpoint(path, **geometry)
         for file in [path, *path.iterdir()]:
             file.chmod(0o755 if file.is_dir() else 0o644)
 
     def _experts(self, layer: int) -> list[tuple[np.ndarray, ...]]:
         stem, names = STEMS["Qwen3MoeForCausalLM"]
-        count = GEOMETRY["num_experts"]
-        return [tuple(self._tensors[f"{stem.format(layer, e)}{name}.weight"] for name in names) for e in range(count)]
+        experts = range(self._count)
+        return [tuple(self._tensors[f"{stem.format(layer, e)}{name}.weight"] for name in names) for e in experts]
 
     def check(self, answers: Path) -> int:
         """Every answer that inside_requests.py wrote lies within its bound; their number."""
