@@ -140,3 +140,13 @@ def test_stopping_both_takes_the_sockets_away(box: Box, answers: Answers) -> Non
     assert status == 3 and "systemctl start syshaxd" in output
     box.systemctl("start", DAEMON)
     answers.check()
+
+
+@pytest.mark.long
+def test_after_a_reboot_the_configured_model_loads_by_itself(box: Box, answers: Answers) -> None:
+    machine = box.run("cat", "/proc/1/stat")
+    box.reboot()
+    box.wait("the daemon", lambda: box.is_active() and box.main_pid() > 0)
+    assert box.run("cat", "/proc/1/stat") != machine
+    box.wait("the status line", lambda: box.show(DAEMON, "StatusText").startswith("ready: 1 models"))
+    answers.check()
