@@ -162,7 +162,10 @@ class FakeRuntime:
         return not self._core.never_drains
 
     def stop(self) -> None:
+        """The process ends: what it holds is closed."""
         self.stopped = True
+        for model in list(self.models):
+            self.drop_model(model)
 
     def session_layout(
         self, model: FakeModel, max_tokens: int, top_k: int, element_bytes: int, num_slots: int

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,51 +25,29 @@ from syshax.protocol import LoadRequest, ModelInfo, ModelsAnswer
 KINDS = {"control": socket.SOCK_STREAM, "attach": socket.SOCK_SEQPACKET}
 
 
-class ServiceManager:
-    """`directory`: short, for sockets. The daemon's runtime directory is `directory`/run."""
+class FdStore:
+    """$NOTIFY_SOCKET at `directory`/notify and what was put into the store by it, read by a thread of its own."""
 
-    def __init__(self, directory: Path, config: str = "") -> None:
-        self.directory, self.runtime_dir = directory, directory / "run"
-        self.config_file, self.log_file = directory / "syshaxd.toml", directory / "log"
-        self.runtime_dir.mkdir(mode=0o700)
-        self.configure(config)
+    def __init__(self, directory: Path) -> None:
+        self.address = directory / "notify"
         self.store: list[tuple[str, int]] = []
         self.messages: list[dict[str, str]] = []
-        self.kill_when: Callable[[dict[str, str]], bool] = lambda message: False
-        self.process: subprocess.Popen[bytes] | None = None
-        self.control = Control(self.runtime_dir, timeout=20)
         self.ready = threading.Event()
-        self.started_at = self.ready_at = 0.0
-        self._listeners = {name: self._listener(name, kind) for name, kind in KINDS.items()}
+        self.ready_at = 0.0
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._notify.bind(str(directory / "notify"))
+        self._notify.bind(str(self.address))
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-
-    def _listener(self, name: str, kind: socket.SocketKind) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX, kind)
-        listener.bind(str(self.runtime_dir / f"{name}.sock"))
-        listener.listen(64)
-        return listener
-
-    def configure(self, text: str) -> None:
-        self.config_file.write_text(text)
-
-    # ------------------------------------------------------------------ messages
 
     def _read(self) -> None:
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._notify, 4096, 8)
-            if data == b"END":
+            if not data:  # shut down
                 return
             message = dict(line.split("=", 1) for line in data.decode().splitlines())
-            if self.process is not None and self.kill_when(message):
-                self.kill_when = lambda message: False
-                self.process.kill()
-                self.process.wait()
-            self._obey(message, list(descriptors))
+            self.receive(message, list(descriptors))
 
-    def _obey(self, message: dict[str, str], descriptors: list[int]) -> None:
+    def receive(self, message: dict[str, str], descriptors: list[int]) -> None:
         self.messages.append(message)
         if "FDSTORE" in message:
             self.store += [(message["FDNAME"], descriptor) for descriptor in descriptors]
@@ -88,8 +65,64 @@ class ServiceManager:
             os.close(descriptor)
         self.store = [(held, descriptor) for held, descriptor in self.store if held != name]
 
+    def put(self, name: str, descriptor: int) -> None:
+        """Takes the descriptor over."""
+        self.store.append((name, descriptor))
+
     def names(self) -> list[str]:
         return sorted(name for name, _ in self.store)
+
+    def of_kind(self, kind: str) -> list[tuple[str, int]]:
+        """kind: "arena" or "manifest"."""
+        return [(name, descriptor) for name, descriptor in self.store if name.startswith(f"syshax-{kind}.")]
+
+    def handed(self) -> list[tuple[str, int]]:
+        """Duplicates of all descriptors, as a new process would get them."""
+        return [(name, fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)) for name, descriptor in self.store]
+
+    def close(self) -> None:
+        self._notify.shutdown(socket.SHUT_RD)
+        self._reader.join()
+        for name in {name for name, _ in self.store}:
+            self.remove(name)
+        self._notify.close()
+
+
+class ServiceManager(FdStore):
+    """`directory`: short, for sockets. The daemon's runtime directory is `directory`/run."""
+
+    def __init__(self, directory: Path, config: str = "") -> None:
+        super().__init__(directory)
+        self.directory, self.runtime_dir = directory, directory / "run"
+        self.config_file, self.log_file = directory / "syshaxd.toml", directory / "log"
+        self.runtime_dir.mkdir(mode=0o700)
+        self.configure(config)
+        self.kill_when: Callable[[dict[str, str]], bool] = lambda message: False
+        """Kills the daemon when such a message comes; that and later ones are lost, as a dead process's may be."""
+        self._deaf = False
+        self.process: subprocess.Popen[bytes] | None = None
+        self.control = Control(self.runtime_dir, timeout=20)
+        self.started_at = 0.0
+        self._listeners = {name: self._listener(name, kind) for name, kind in KINDS.items()}
+
+    def _listener(self, name: str, kind: socket.SocketKind) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, kind)
+        listener.bind(str(self.runtime_dir / f"{name}.sock"))
+        listener.listen(64)
+        return listener
+
+    def configure(self, text: str) -> None:
+        self.config_file.write_text(text)
+
+    def receive(self, message: dict[str, str], descriptors: list[int]) -> None:
+        if self.process is not None and self.kill_when(message):
+            self.kill_when, self._deaf = (lambda message: False), True
+            self.process.kill()
+        if self._deaf:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        else:
+            super().receive(message, descriptors)
 
     # ------------------------------------------------------------------- processes
 
@@ -106,12 +139,13 @@ class ServiceManager:
             "--state-dir", self.directory / "state", "--config", self.config_file,
         ]  # fmt: skip
         script = f"exec {moves}; export {variables}; exec {' '.join(map(str, daemon))}"
+        self._deaf = False
         self.ready.clear()
         with self.log_file.open("ab") as log:
             self.started_at = time.monotonic()
             self.process = subprocess.Popen(
                 ["bash", "-c", script], stderr=log, pass_fds=high, start_new_session=True,
-                env=os.environ | {"NOTIFY_SOCKET": str(self.directory / "notify")},
+                env=os.environ | {"NOTIFY_SOCKET": str(self.address)},
             )  # fmt: skip
         for descriptor in high:
             os.close(descriptor)
@@ -166,10 +200,6 @@ class ServiceManager:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
-            end.sendto(b"END", str(self.directory / "notify"))
-        self._reader.join()
-        for name in {name for name, _ in self.store}:
-            self.remove(name)
-        for listener in (*self._listeners.values(), self._notify):
+        for listener in self._listeners.values():
             listener.close()
+        self.close()
