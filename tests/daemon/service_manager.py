@@ -174,8 +174,11 @@ class ServiceManager(FdStore):
     # ----------------------------------------------------------------------- asking
 
     def load(self, name: str, path: Path, format: str) -> ModelInfo:
-        self.control.post("/v1/models", LoadRequest(name=name, path=str(path), format=format), ModelInfo)
+        self.load_begin(name, path, format)
         return self.until_ready(name)
+
+    def load_begin(self, name: str, path: Path, format: str) -> None:
+        self.control.post("/v1/models", LoadRequest(name=name, path=str(path), format=format), ModelInfo)
 
     def model(self, name: str) -> ModelInfo:
         return self.control.get(f"/v1/models/{name}", ModelInfo)
