@@ -56,7 +56,7 @@ class ModelState(StrEnum):
     UNLOADING = "unloading"
 
 
-ModelOrigin = Literal["checkpoint", "restart"]
+ModelOrigin = Literal["checkpoint", "restart", "cache"]
 
 
 class Priority(StrEnum):
@@ -155,7 +155,7 @@ class LoadRequest(Request):
 
 class Progress(Answer):
     stage: str = ""
-    """checking, reserving, converting, sealing"""
+    """checking, reserving, converting or reading from the cache, sealing, keeping"""
     layers_done: int = 0
     layers_total: int = 0
     bytes_done: int = 0
@@ -172,7 +172,7 @@ class ModelInfo(Answer):
     reason: str = ""
     """Why it failed."""
     origin: ModelOrigin = "checkpoint"
-    """Where its bytes came from: read and packed, or kept over a restart of the daemon."""
+    """Where its bytes came from: read and packed, kept over a restart of the daemon, or read packed from the cache."""
     configured: bool = False
     architecture: str = ""
     geometry: Geometry | None = None
@@ -361,6 +361,53 @@ class DoctorAnswer(Answer):
     """The daemon's "syshax", "protocol" and "ring", for comparison with the client's."""
 
 
+class CacheEntry(Answer):
+    """One packed model on the disk."""
+
+    key: str
+    name: str
+    """Of the model that it was written for; any load of that checkpoint, format and plan uses it."""
+    path: str
+    format: str
+    fingerprint: str
+    bytes: int
+    used_at: float
+    """Seconds since the epoch."""
+    in_use: bool
+    """A daemon has the model loaded, or reads or writes it."""
+    useless: str = ""
+    """Why no load can use it any more."""
+
+
+class CacheAnswer(Answer):
+    """Entries in the order in which they would go: least recently used first."""
+
+    boot_id: str
+    enabled: bool
+    directory: str = ""
+    bytes: int = 0
+    limit_bytes: int = 0
+    reserve_bytes: int = 0
+    free_bytes: int = 0
+    entries: list[CacheEntry] = []
+
+
+class CachePruneRequest(Request):
+    """POST /v1/cache/prune: these entries; else all of them, or those that are of no use any more. Never one in use."""
+
+    keys: list[Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]] = []
+    all: bool = False
+
+
+class CachePruneAnswer(Answer):
+    boot_id: str
+    removed: list[str]
+    kept: list[str]
+    """Asked for, but in use."""
+    bytes: int
+    """Freed."""
+
+
 class UnloadAnswer(Answer):
     boot_id: str
     name: str
@@ -380,6 +427,8 @@ ROUTES: dict[str, str] = {
     "GET /v1/config": "ConfigAnswer",
     "PATCH /v1/config": "ConfigSetRequest -> ConfigChangeAnswer",
     "POST /v1/config/reload": "ConfigChangeAnswer",
+    "GET /v1/cache": "CacheAnswer",
+    "POST /v1/cache/prune": "CachePruneRequest -> CachePruneAnswer",
     "GET /v1/doctor": "DoctorAnswer",
     "GET /metrics": "Prometheus text",
 }

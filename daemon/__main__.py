@@ -32,6 +32,7 @@ from syshaxd.server import Options, Server, check_start
 from syshaxd.status import version
 
 DEFAULT_STATE_DIR = "/var/lib/syshax"
+DEFAULT_CACHE_DIR = "/var/cache/syshax"
 _COMMANDS = {"bench": "syshaxd.bench.app", "operators": "syshaxd.operators.app"}
 
 
@@ -71,6 +72,17 @@ def default_state_dir(user: bool) -> Path:
     return (Path(base) if base else Path.home() / ".local/state") / "syshax"
 
 
+def default_cache_dir(user: bool) -> Path:
+    """What systemd gives, else /var/cache/syshax; for a user's own daemon under $XDG_CACHE_HOME."""
+    given = os.environ.get("CACHE_DIRECTORY", "").split(":")[0]
+    if given:
+        return Path(given)
+    if not user:
+        return Path(DEFAULT_CACHE_DIR)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "syshax"
+
+
 def options_from(config: Path | None, runtime_dir: Path | None, state_dir: Path | None, user: bool) -> Options:
     main = config or DEFAULT_CONFIG
     state = state_dir or default_state_dir(user)
@@ -80,7 +92,8 @@ def options_from(config: Path | None, runtime_dir: Path | None, state_dir: Path 
         _start_option("--runtime-dir", runtime, runtime_dir is not None, "SYSHAX_RUNTIME_DIR"),
         _start_option("--state-dir", state, state_dir is not None, "STATE_DIRECTORY"),
     )
-    return Options(ConfigFiles(main, config is not None, state), runtime, user, start)
+    files = ConfigFiles(main, config is not None, state)
+    return Options(files, runtime, user, default_cache_dir(user), start)
 
 
 def _start_option(name: str, value: Path, given: bool, variable: str | None) -> StartOption:

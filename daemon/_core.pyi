@@ -99,7 +99,14 @@ def vector_op(isa: str, op: str, *arrays: Any) -> npt.NDArray[Any]:
     """That ISA's silu_mul(tile), accumulate(weight, src, dst), widen(src, dtype) or narrow(src, dtype); the changed
     array comes back. For tests."""
 
-# ---- checkpoint files --------------------------------------------------------
+# ---- checkpoint files and packed files -----------------------------------------
+def copy_packed(source: int, target: int, offset: int, bytes: int) -> list[int]:
+    """Copies the range from one descriptor to the same place of another, onto the disk, past the page cache, and gives
+    the xxh64 of each PACKED_CHUNK_BYTES of it, the last of the rest. Needs one chunk of memory. Raises OSError."""
+
+def xxh64(data: Any, seed: int = 0) -> int:
+    """The checksum of a buffer's bytes."""
+
 class GuardedFile:
     """The file behind a descriptor, mapped whole for reading: a read-only buffer of its bytes, alive as long as an
     array looks into it. Where it is cut short meanwhile, reads give zeros instead of SIGBUS. Raises
@@ -127,6 +134,9 @@ class GeometryDict(TypedDict):
     intermediate_size: int
     top_k: int
 
+PACKED_CHUNK_BYTES: int
+"""One checksum of load_packed_layer covers so many bytes of a layer in an arena, the layer's last one the rest."""
+
 ARENA_LAYOUT_VERSION: int
 """Of what csrc/moe/layout.h says; a packing has a version of its own in its name."""
 
@@ -150,6 +160,11 @@ class Model:
         """One array (any buffer of num_experts matrices, C order) for each expert: gate and up [intermediate_size,
         hidden_size], down [hidden_size, intermediate_size], of dtype float32, float16 or bfloat16 (as uint16).
         Converted and packed by the nodes' own threads in parallel; may run while other models serve."""
+    def load_packed_layer(self, layer: int, files: dict[int, tuple[int, list[int]]]) -> None:
+        """Instead of load_layer: plan index -> (descriptor of a file laid out as the node's arena, xxh64 of each of the
+        layer's chunks). Read by the nodes' own threads. CoreError("checkpoint") for bytes that are not those."""
+    def layer_bytes(self) -> dict[int, int]:
+        """Of each index of the plan: the bytes of one layer; layer n begins at n times as many."""
     def fill_random(self, seed: int) -> None:
         """Every layer gets weights that need no checkpoint, all experts different. For benches."""
     def arenas(self) -> list[ArenaDict]:

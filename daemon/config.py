@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 from pydantic.fields import FieldInfo
 
 from syshax.protocol import AcceleratorMode, Name, WeightFormat
-from syshaxd.quantities import CpuList, Size
+from syshaxd.quantities import CpuList, DiskShare, Size
 from syshaxd.settings import Settings
 
 
@@ -39,7 +39,11 @@ def _absolute_or_empty(value: str) -> str:
     return _absolute(value) if value else value
 
 
-ENVIRONMENT = {"SYSHAX_ISA": "compute.isa"}
+ENVIRONMENT = {
+    "SYSHAX_ISA": "compute.isa",
+    "SYSHAX_CACHE_ENABLED": "cache.enabled",
+    "SYSHAX_CACHE_DIR": "cache.directory",
+}
 """Variables that set a key for one start, after all files."""
 
 AbsolutePath = Annotated[str, AfterValidator(_absolute)]
@@ -156,6 +160,29 @@ class MemoryConfig(Section):
     reserve: Size = _key("1GiB", "Memory left to the system: a load that would eat into it is refused.", live=True)
 
 
+class CacheConfig(Section):
+    """Packed models on the disk, so that a second load need not convert the checkpoint (syshaxctl cache list)."""
+
+    enabled: bool = _key(
+        True, "Read and write packed models. What does not fit is not written; no load fails for it.", live=True
+    )
+    directory: Annotated[str, AfterValidator(_absolute_or_empty)] = _key(
+        "",
+        "Where they lie; for the daemon's user alone. Empty: what systemd gives (CacheDirectory=), else "
+        "/var/cache/syshax, with --user $XDG_CACHE_HOME/syshax or ~/.cache/syshax.",
+        live=False,
+    )
+    limit: DiskShare = _key(
+        "50%",
+        "Bytes of all entries together, or a part of the file system's size. Least recently used entries go first, "
+        "never one whose model is loaded.",
+        live=True,
+    )
+    reserve: DiskShare = _key(
+        "10%", "Bytes, or a part of the file system, that stay free: no entry is written into them.", live=True
+    )
+
+
 class AcceleratorConfig(Section):
     """What workers on this machine are told."""
 
@@ -249,6 +276,7 @@ class Config(Section):
     operators: OperatorsConfig = _table(OperatorsConfig)
     precision: PrecisionConfig = _table(PrecisionConfig)
     memory: MemoryConfig = _table(MemoryConfig)
+    cache: CacheConfig = _table(CacheConfig)
     accelerator: AcceleratorConfig = _table(AcceleratorConfig)
     limits: LimitsConfig = _table(LimitsConfig)
     logging: LoggingConfig = _table(LoggingConfig)

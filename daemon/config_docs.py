@@ -125,7 +125,14 @@ def _kind(schema: Mapping[str, Any]) -> str:
         return " ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("type") == "array":
         return f"list of: {_kind(schema.get('items', {}))}"
-    words = {"integer": "whole number", "number": "number", "boolean": "true or false", "size": "size", "cpus": "CPUs"}
+    words = {
+        "integer": "whole number",
+        "number": "number",
+        "boolean": "true or false",
+        "size": "size",
+        "cpus": "CPUs",
+        "share": "size or part",
+    }
     word = words.get(str(schema.get("type")), "text")
     low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
     if low is None:

@@ -17,7 +17,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,16 +317,39 @@ def load(
     """
     with ExitStack() as stack, core_errors(core):
         sources = _open_sources(core, blueprint, stack)
+        layers = blueprint.geometry.layer_ids
+
+        def fill(model: CoreModel, index: int) -> None:
+            _load_layer(model, blueprint, sources, index, layers[index])
+
+        return filled(core, runtime, blueprint, name, progress, cancel, "converting", fill)
+
+
+def filled(
+    core: Core,
+    runtime: CoreRuntime,
+    blueprint: Blueprint,
+    name: str,
+    progress: LoadProgress,
+    cancel: threading.Event,
+    stage: str,
+    fill: Callable[[CoreModel, int], None],
+) -> CoreModel:
+    """A new model whose every layer `fill(model, index)` has filled, sealed. Whatever goes wrong, nothing of it stays.
+
+    Raises NoMemoryError, CancelledError, and what fill raises.
+    """
+    with core_errors(core):
         progress.stage = "reserving"
         model = runtime.create_model(name, blueprint.core_geometry, blueprint.format)
         try:
-            progress.stage = "converting"
-            for index, layer in enumerate(blueprint.geometry.layer_ids):
+            progress.stage = stage
+            for index in range(blueprint.geometry.num_layers):
                 if cancel.is_set():
                     raise CancelledError(
                         f"loading {name} was cancelled after {index} of {progress.layers_total} layers"
                     )
-                _load_layer(model, blueprint, sources, index, layer)
+                fill(model, index)
                 progress.layers_done = index + 1
             progress.stage = "sealing"
             model.seal()

@@ -31,6 +31,7 @@ class DaemonCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._daemon()
         yield from self._models()
+        yield from self._cache()
         yield from self._nodes()
         yield from self._work()
 
@@ -76,6 +77,14 @@ class DaemonCollector(Collector):
         for name, _, ring_dtype, kernel, best in self._reporter.kernels_not_best():
             worse.add_metric([name, ring_dtype, kernel, best], 1)
         yield worse
+
+    def _cache(self) -> Iterator[Metric]:
+        """Counts alone: a scrape reads no disk."""
+        loads = CounterMetricFamily("syshax_cache_loads", "Loads that looked into the packed cache.", labels=["result"])
+        writes = CounterMetricFamily("syshax_cache_writes", "Models for the packed cache.", labels=["result"])
+        for result, count in self._parts.cache.counts.items():
+            (writes if result in ("written", "skipped") else loads).add_metric([result], count)
+        yield from (loads, writes)
 
     def _nodes(self) -> Iterator[Metric]:
         nodes = self._reporter.nodes()

@@ -1,4 +1,4 @@
-"""The two kinds of value with a notation of their own: sizes ("64GiB") and CPU lists ("0-3,8").
+"""The kinds of value with a notation of their own: sizes ("64GiB"), parts of a disk ("50%") and CPU lists ("0-3,8").
 
 Owns parsing and printing of both, for the configuration and for messages. Knows no key and no file.
 """
@@ -88,6 +88,34 @@ def format_cpus(cpus: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
+def parse_disk_share(value: Any) -> int | str:
+    """A size, or a part of the file system such as "50%". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", value) if isinstance(value, str) else None
+    if match is None:
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            raise ValueError(f'{error}, or a part of the file system such as "50%"') from None
+    if float(match[1]) > 100:
+        raise ValueError("expected at most 100%")
+    return f"{match[1]}%"
+
+
+def disk_share(value: int | str, size: int) -> int:
+    """Bytes of a parsed disk share on a file system of that size."""
+    return int(size * float(value.rstrip("%")) / 100) if isinstance(value, str) else value
+
+
+def _print_disk_share(value: int | str) -> str:
+    return value if isinstance(value, str) else format_size(value)
+
+
+DiskShare = Annotated[
+    int | str,
+    BeforeValidator(parse_disk_share),
+    PlainSerializer(_print_disk_share, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "share"}, mode="validation"),
+]
 Size = Annotated[
     int,
     BeforeValidator(parse_size),

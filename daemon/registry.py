@@ -31,6 +31,7 @@ from syshax.errors import (
 )
 from syshax.protocol import Dtype, Geometry, LoadRequest, ModelInfo, ModelOrigin, ModelState, WeightFormat
 from syshaxd import loader
+from syshaxd.cache.packed_cache import PackedCache
 from syshaxd.config import Config
 from syshaxd.core import Core, CoreModel, CoreRuntime, core_errors
 from syshaxd.keeping import Keeper
@@ -65,6 +66,8 @@ class Entry:
     facts: ModelFacts | None = None
     origin: ModelOrigin = "checkpoint"
     model: CoreModel | None = None
+    packed: PackedModel | None = None
+    """What its arenas hold, once they are sealed."""
     progress: LoadProgress = field(default_factory=LoadProgress)
     cancel: threading.Event = field(default_factory=threading.Event)
     task: asyncio.Task[None] | None = None
@@ -85,10 +88,17 @@ class Registry:
     sessions of an entry."""
 
     def __init__(
-        self, core: Core, runtime: CoreRuntime, plan: Plan, config: Callable[[], Config], keeper: Keeper, isa: str
+        self,
+        core: Core,
+        runtime: CoreRuntime,
+        plan: Plan,
+        config: Callable[[], Config],
+        keeper: Keeper,
+        cache: PackedCache,
+        isa: str,
     ) -> None:
         self._core, self._runtime, self._plan, self._config = core, runtime, plan, config
-        self._keeper, self._isa = keeper, isa
+        self._keeper, self._cache, self._isa = keeper, cache, isa
         self._entries: dict[str, Entry] = {}
         self._thread = ThreadPoolExecutor(1, "load")
         self._closing = False
@@ -260,8 +270,13 @@ class Registry:
             progress = entry.progress.message()
             log.info(
                 "%s is ready: %s in %.1f s", entry.name, human_size(progress.bytes_total), progress.seconds,
-                extra={"kernels": ",".join(sorted(set(entry.model.kernels().values())))},
+                extra={
+                    "model": entry.name, "origin": entry.origin,
+                    "kernels": ",".join(sorted(set(entry.model.kernels().values()))),
+                },
             )  # fmt: skip
+            if entry.packed is not None:
+                self._cache.save(entry.packed, entry.model)
 
     def _fail(self, entry: Entry, reason: str) -> None:
         entry.state, entry.reason, entry.progress.stage = ModelState.FAILED, reason, "failed"
@@ -278,7 +293,11 @@ class Registry:
             progress.bytes_total = sum(blueprint.node_bytes)
             entry.facts = ModelFacts(blueprint.architecture.name, blueprint.geometry, blueprint.fingerprint)
             loader.check_memory(self._core, self._plan, blueprint, self._budget())
-            model = loader.load(self._core, self._runtime, blueprint, entry.name, progress, entry.cancel)
+            model = self._cache.load(blueprint, entry.name, progress, entry.cancel)
+            if model is not None:
+                entry.origin = "cache"
+            else:
+                model = loader.load(self._core, self._runtime, blueprint, entry.name, progress, entry.cancel)
             progress.stage = "keeping"
             self._keep(entry, blueprint, model)
             return model
@@ -291,6 +310,7 @@ class Registry:
             with core_errors(self._core):
                 packed = describe(self._core, self._plan, model, blueprint, entry.name, self._config(), self._isa)
                 arenas = model.arenas()
+            entry.packed = packed
             try:
                 self._keeper.keep(packed, arenas)
             finally:
@@ -305,9 +325,16 @@ class Registry:
         entry = Entry(
             packed.name, Path(packed.path), packed.format, ModelState.READY, facts=facts, origin="restart", model=model
         )
+        entry.packed = packed
         entry.progress.stage, entry.progress.bytes_total = "ready", packed.total_bytes
         entry.progress.layers_done = entry.progress.layers_total = packed.geometry.num_layers
         self._entries[packed.name] = entry
+
+    def save_adopted(self) -> None:
+        """Gives adopted models to the cache: the daemon may have ended before they were written."""
+        for entry in self.entries():
+            if entry.origin == "restart" and entry.packed is not None and entry.model is not None:
+                self._cache.save(entry.packed, entry.model)
 
     def prefault(self) -> None:
         """Maps what was adopted before requests meet it page by page. For a thread of its own."""
@@ -385,6 +412,7 @@ class Registry:
         self.end_sessions(entry, f"{entry.name} is unloaded")
         model, entry.model = entry.model, None
         await asyncio.to_thread(self._keeper.forget, entry.name)
+        await asyncio.to_thread(self._cache.forget, entry.name)
         if model is not None:
             await asyncio.to_thread(self._runtime.drop_model, model)
         log.info("%s is unloaded", entry.name)

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 from syshax.errors import ConfigError, HardwareError
 from syshax.protocol import ConfigChangeAnswer, ModelState, OperatorLibrary, StartOption
 from syshaxd.adoption import adopt_kept
+from syshaxd.cache.directory import CacheDirectory
+from syshaxd.cache.packed_cache import PackedCache
 from syshaxd.config import Config
 from syshaxd.config_files import ConfigFiles
 from syshaxd.core import Core, core_errors
@@ -56,6 +58,8 @@ class Options:
     files: ConfigFiles
     runtime_dir: Path
     user: bool
+    cache_dir: Path | None = None
+    """Where packed models lie when cache.directory is empty; None: nowhere."""
     start: tuple[StartOption, ...] = ()
     """What `config show --origin` tells of it."""
 
@@ -102,7 +106,10 @@ class Server:
         boot_id = secrets.token_bytes(16)
         current = self._config.current
         keeper = Keeper(Store())
-        registry = Registry(core, runtime, plan, current, keeper, core.isa_effective(config.compute.isa))
+        folder = Path(config.cache.directory) if config.cache.directory else options.cache_dir
+        directory = CacheDirectory(folder) if folder else None
+        cache = PackedCache(core, runtime, plan, lambda: current().cache, directory)
+        registry = Registry(core, runtime, plan, current, keeper, cache, core.isa_effective(config.compute.isa))
         adoption = adopt_kept(core, runtime, plan, config, keeper, handed.others)
         for packed, model in adoption.models.values():
             registry.adopt(packed, model)
@@ -110,7 +117,7 @@ class Server:
         sessions = Sessions(core, runtime, plan, registry, current, boot_id)
         self.parts = Parts(
             core, runtime, plan, registry, sessions, self._config, boot_id, config.compute.isa, topology,
-            self._listeners.group_found, libraries,
+            self._listeners.group_found, cache, libraries,
         )  # fmt: skip
         self._reporter = Reporter(self.parts)
         self._notifier = Notifier()
@@ -136,9 +143,11 @@ class Server:
         self._notifier.ready(self._status_line())
         self.serving.set()
         self._log_start()
+        parts.cache.start()
         for request in self._load_again:
             parts.registry.load_again(request)
         parts.registry.autoload()
+        parts.registry.save_adopted()
         prefault = asyncio.create_task(asyncio.to_thread(parts.registry.prefault), name="prefault")
         await self._first_end(self._stop.wait(), attach, caretaker)
         try:
@@ -268,4 +277,5 @@ class Server:
             log.warning("requests were still computing after %d s (limits.drain_seconds)", limit)
         await parts.sessions.close("the daemon stops")
         await parts.registry.close()
+        await asyncio.to_thread(parts.cache.stop)
         return 0 if drained else EXIT_UNDRAINED

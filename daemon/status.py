@@ -25,6 +25,7 @@ from syshax.protocol import (
     StatusAnswer,
     TopologyAnswer,
 )
+from syshaxd.cache.packed_cache import PackedCache
 from syshaxd.core import Core, CoreRuntime
 from syshaxd.live_config import LiveConfig
 from syshaxd.planner import Plan
@@ -60,6 +61,7 @@ class Parts:
     isa_cap: str
     topology: dict[str, Any]
     group_found: bool
+    cache: PackedCache
     libraries: list[OperatorLibrary] = field(default_factory=list)
     started_at: float = field(default_factory=time.monotonic)
     state: State = "starting"

@@ -22,6 +22,9 @@ settings.register_profile("explore", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "explore")
 
+# Daemons of tests leave the user's cache alone; tests of the cache name a directory.
+os.environ["SYSHAX_CACHE_ENABLED"] = "false"
+
 # Whoever starts the suite in a shell's background has SIGINT ignored, and children would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

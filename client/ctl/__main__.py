@@ -26,6 +26,9 @@ from syshax.doctor.findings import exit_status
 from syshax.errors import CheckpointError, InvalidArgumentError, NotFoundError, SyshaxError
 from syshax.protocol import (
     BUILTIN_FORMATS,
+    CacheAnswer,
+    CachePruneAnswer,
+    CachePruneRequest,
     ConfigAnswer,
     ConfigChangeAnswer,
     ConfigSetRequest,
@@ -93,6 +96,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change the configuration.")
 app.add_typer(config_app, name="config")
+cache_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and clear the packed cache.")
+app.add_typer(cache_app, name="cache")
 
 
 def _show_version(wanted: bool) -> None:
@@ -235,6 +240,27 @@ def doctor(context: typer.Context) -> None:
     ctl.show(answer, screens.doctor)
     if status := exit_status(answer.checks):
         raise typer.Exit(status)
+
+
+@cache_app.command("list")
+def cache_list(context: typer.Context) -> None:
+    """Packed models on the disk, those first that would go first."""
+    ctl = _of(context)
+    ctl.show(ctl.control.get("/v1/cache", CacheAnswer), screens.cache)
+
+
+@cache_app.command("prune")
+def cache_prune(
+    context: typer.Context,
+    keys: Annotated[list[str] | None, typer.Argument(help="Only these entries (keys of cache list).")] = None,
+    all: Annotated[bool, typer.Option("--all", help="Every entry that is not in use.")] = False,
+) -> None:
+    """Remove entries that no load can use any more, or the named ones, or all. Never one in use."""
+    ctl = _of(context)
+    if all and keys:
+        raise InvalidArgumentError("keys and --all are both given", "syshaxctl cache prune KEY..., or --all")
+    request = values.request(CachePruneRequest, keys=keys or [], all=all)
+    ctl.show(ctl.control.post("/v1/cache/prune", request, CachePruneAnswer), screens.cache_pruned)
 
 
 @config_app.command("show")

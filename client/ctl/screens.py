@@ -6,6 +6,7 @@ terminal.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ from rich.text import Text
 
 from syshax.ctl import units
 from syshax.protocol import (
+    CacheAnswer,
+    CachePruneAnswer,
     Check,
     ConfigAnswer,
     ConfigChangeAnswer,
@@ -348,6 +351,32 @@ def _change_groups(answer: ConfigChangeAnswer) -> list[tuple[str, list[str]]]:
         ("needs a restart", answer.needs_restart),
         ("unchanged", answer.unchanged),
     ]
+
+
+# --------------------------------------------------------------------- cache
+
+
+def cache(answer: CacheAnswer) -> RenderableType:
+    if not answer.directory:
+        return Text("this daemon has no packed cache", style="dim")
+    state = "" if answer.enabled else ", switched off (cache.enabled)"
+    sizes = f"{units.size(answer.bytes)} of {units.size(answer.limit_bytes)}, {units.size(answer.free_bytes)} free"
+    facts = Text(f"{answer.directory}: {sizes}{state}")
+    if not answer.entries:
+        return Group(facts, Text("no entries: they are written when a model is ready", style="dim"))
+    made = table("Key", "~Model", "Format", ">Size", ">Used", "State")
+    for entry in answer.entries:
+        state = "in use" if entry.in_use else "useless" if entry.useless else "ready"
+        used = units.duration(max(0, round(time.time() - entry.used_at)))
+        made.add_row(entry.key, entry.name or "-", entry.format or "-", units.size(entry.bytes), f"{used} ago", state)
+    notes = [(f"{entry.key}:", entry.useless) for entry in answer.entries if entry.useless]
+    return Group(facts, "", made, "", _notes(notes, "yellow")) if notes else Group(facts, "", made)
+
+
+def cache_pruned(answer: CachePruneAnswer) -> RenderableType:
+    lines = [("removed:", ", ".join(answer.removed))] if answer.removed else []
+    lines += [("in use:", ", ".join(answer.kept))] if answer.kept else []
+    return _notes([*lines, ("freed:", units.size(answer.bytes))], "bold")
 
 
 # -------------------------------------------------------------------- doctor

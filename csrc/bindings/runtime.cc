@@ -118,6 +118,17 @@ void load_layer(CpuModel& model, uint32_t layer, const py::list& gate, const py:
   model.load_layer(layer, experts, dtype.value);
 }
 
+void load_packed_layer(CpuModel& model, uint32_t layer,
+                       const std::map<uint32_t, std::pair<int, std::vector<uint64_t>>>& given) {
+  std::vector<PackedFile> files(model.layout().num_nodes());
+  for (const auto& [node, file] : given) {
+    if (node >= files.size()) throw CoreError("invalid_argument", "there is no node " + std::to_string(node));
+    files[node] = {file.first, file.second};
+  }
+  const py::gil_scoped_release no_gil;
+  model.load_packed_layer(layer, files);
+}
+
 void check_array(const py::array& array, const char* name, const char* type, std::vector<py::ssize_t> shape) {
   const bool same =
       array.ndim() == static_cast<py::ssize_t>(shape.size()) && std::equal(shape.begin(), shape.end(), array.shape());
@@ -213,6 +224,8 @@ void bind_model(py::module_& m) {
       .def("prefault", &CpuModel::prefault, no_gil)
       .def("load_layer", load_layer, py::arg("layer"), py::arg("gate"), py::arg("up"), py::arg("down"),
            py::arg("dtype"))
+      .def("load_packed_layer", load_packed_layer, py::arg("layer"), py::arg("files"))
+      .def("layer_bytes", [](const CpuModel& model) { return by_node(model, &CpuModel::layer_bytes); })
       .def("fill_random", &CpuModel::fill_random, py::arg("seed"), no_gil)
       .def("seal", &CpuModel::seal, no_gil)
       .def("forward_calls", &CpuModel::forward_calls)
@@ -328,6 +341,7 @@ void bind_runtime_class(py::module_& m) {
 }  // namespace
 
 void bind_runtime(py::module_& m) {
+  m.attr("PACKED_CHUNK_BYTES") = kPackedChunkBytes;
   m.attr("ARENA_LAYOUT_VERSION") = kArenaLayoutVersion;
   bind_model(m);
   bind_runtime_class(m);

@@ -211,20 +211,13 @@ void CpuModel::check_layer(uint32_t layer) const {
                                             ", which has layers 0.." + std::to_string(geometry().num_layers - 1));
 }
 
-template <typename Pack>
-void CpuModel::pack_layer(uint32_t layer, const Pack& pack) {
+template <typename Fill>
+void CpuModel::fill_layer(uint32_t layer, const Fill& fill) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     require(State::kFilling, "load a layer of");
     check_layer(layer);
     ++loading_;
-  }
-  std::vector<uint64_t> tasks, per_expert;
-  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
-    const bool active = layout_.shard(node).units > 0;
-    const uint32_t pieces = active ? ShardPacker(layout_, node).num_pieces() : 0;
-    per_expert.push_back((pieces + kPiecesPerTask - 1) / kPiecesPerTask);
-    tasks.push_back(per_expert.back() * geometry().num_experts);
   }
   const auto finish = [&](bool complete) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -232,6 +225,24 @@ void CpuModel::pack_layer(uint32_t layer, const Pack& pack) {
     if (complete) loaded_[layer] = true;
   };
   try {
+    fill();
+  } catch (...) {
+    finish(false);
+    throw;
+  }
+  finish(true);
+}
+
+template <typename Pack>
+void CpuModel::pack_layer(uint32_t layer, const Pack& pack) {
+  std::vector<uint64_t> tasks, per_expert;
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
+    const bool active = layout_.shard(node).units > 0;
+    const uint32_t pieces = active ? ShardPacker(layout_, node).num_pieces() : 0;
+    per_expert.push_back((pieces + kPiecesPerTask - 1) / kPiecesPerTask);
+    tasks.push_back(per_expert.back() * geometry().num_experts);
+  }
+  fill_layer(layer, [&] {
     run_crew(compute_->plan, tasks, [&](uint32_t node, uint64_t task) {
       const uint32_t expert = static_cast<uint32_t>(task / per_expert[node]);
       const uint32_t first = static_cast<uint32_t>(task % per_expert[node]) * kPiecesPerTask;
@@ -240,11 +251,28 @@ void CpuModel::pack_layer(uint32_t layer, const Pack& pack) {
       char* const destination = arenas_[node].data() + layout_.expert_offset(node, layer, expert);
       for (uint32_t piece = first; piece < last; ++piece) pack(packer, piece, expert, destination);
     });
-  } catch (...) {
-    finish(false);
-    throw;
+  });
+}
+
+void CpuModel::load_packed_layer(uint32_t layer, const std::vector<PackedFile>& files) {
+  std::vector<uint64_t> tasks;
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
+    tasks.push_back((layer_bytes(node) + kPackedChunkBytes - 1) / kPackedChunkBytes);
+    if (node >= files.size() || files[node].checksums.size() != tasks.back())
+      throw CoreError("invalid_argument", "layer " + std::to_string(layer) + " of model " + name_ + " on node " +
+                                              std::to_string(node) + " wants " + std::to_string(tasks.back()) +
+                                              " checksums");
   }
-  finish(true);
+  fill_layer(layer, [&] {
+    if (layer + 1 < geometry().num_layers)  // the disk works on the next layer while this one is checked
+      for (uint32_t node = 0; node < layout_.num_nodes(); ++node)
+        if (tasks[node] > 0) expect_packed(files[node].fd, (layer + 1) * layer_bytes(node), layer_bytes(node));
+    run_crew(compute_->plan, tasks, [&](uint32_t node, uint64_t chunk) {
+      const size_t within = chunk * kPackedChunkBytes, offset = layer * layer_bytes(node) + within;
+      read_packed_chunk(files[node].fd, offset, std::min(kPackedChunkBytes, layer_bytes(node) - within),
+                        files[node].checksums[chunk], arenas_[node].data() + offset);
+    });
+  });
 }
 
 void CpuModel::load_layer(uint32_t layer, const std::vector<ExpertSource>& experts, syshax_dtype dtype) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "memory/arena.h"
+#include "memory/packed_file.h"
 #include "moe/compute.h"
 #include "moe/forward.h"
 #include "moe/shard_weights.h"
@@ -44,6 +45,12 @@ class CpuModel final : public ExpertModel {
 
   // experts: num_experts of them. Converts and packs with threads of its own, at most one layer's sources are read.
   void load_layer(uint32_t layer, const std::vector<ExpertSource>& experts, syshax_dtype dtype);
+  // What load_layer gave when the model was last loaded, from files; one for each node of the plan, with checksums for
+  // all of the layer's chunks (layer_bytes of kPackedChunkBytes each). Throws CoreError("checkpoint") for bytes that
+  // are not those; then the model is to be thrown away.
+  void load_packed_layer(uint32_t layer, const std::vector<PackedFile>& files);
+  // A layer's bytes in a node's arena, where it begins at layer * layer_bytes.
+  size_t layer_bytes(uint32_t node) const { return layout_.expert_offset(node, 1, 0); }
   // Weights that need no checkpoint, all different: uniform in +-1 / sqrt(row length). For benches.
   void fill_random(uint64_t seed);
   void seal();
@@ -72,7 +79,10 @@ class CpuModel final : public ExpertModel {
   void make_forward();
   void require(State state, const char* action) const;
   void check_layer(uint32_t layer) const;
-  // Packs `experts` consecutive experts of the layer; pack(packer, piece, expert, destination).
+  // Runs `fill` while the layer counts as being loaded, and counts it as loaded when fill returns.
+  template <typename Fill>
+  void fill_layer(uint32_t layer, const Fill& fill);
+  // Packs all experts of the layer; pack(packer, piece, expert, destination).
   template <typename Pack>
   void pack_layer(uint32_t layer, const Pack& pack);
 

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from syshax.errors import InvalidArgumentError
 from syshax.protocol import (
+    CachePruneRequest,
     ConfigChangeAnswer,
     ConfigSetRequest,
     DoctorAnswer,
@@ -53,6 +54,8 @@ class Routes:
             "GET /v1/config": self.config,
             "PATCH /v1/config": self.set_config,
             "POST /v1/config/reload": self.reload_config,
+            "GET /v1/cache": self.cache,
+            "POST /v1/cache/prune": self.prune_cache,
             "GET /v1/doctor": self.doctor,
             "GET /metrics": self.metrics,
         }
@@ -122,6 +125,14 @@ class Routes:
         self._administrator(request, "reload the configuration")
         config, boot = self._parts.config, self._parts.boot
         return json_answer(self._change_config(lambda: config.reload(boot)))
+
+    async def cache(self, request: web.Request) -> web.Response:
+        return json_answer(await asyncio.to_thread(self._parts.cache.answer, self._parts.boot))
+
+    async def prune_cache(self, request: web.Request) -> web.Response:
+        self._administrator(request, "remove packed models from the cache")
+        wanted = await read_body(request, CachePruneRequest, self._body_limit())
+        return json_answer(await asyncio.to_thread(self._parts.cache.prune, wanted, self._parts.boot))
 
     async def doctor(self, request: web.Request) -> web.Response:
         from syshaxd.doctor import run_checks, versions  # as metrics below: a start does without

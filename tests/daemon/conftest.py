@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from cached_models import checkpoint, rig
 from checkpoints import write_checkpoint
 from fake_core import FakeCore
 
 from syshax.control import Control
 from syshaxd.config_files import ConfigFiles
 from syshaxd.server import Options, Server
+
+__all__ = ["checkpoint", "rig"]
 
 
 @pytest.fixture
