@@ -68,6 +68,26 @@ class CachedEntry:
 
 
 @dataclass
+class _Taking:
+    """What the directory takes while room is made in it."""
+
+    entries: list[CachedEntry]
+    """Least recently used first."""
+    taken: int
+    """Bytes of entries, and of what is being written or removed."""
+    free: int
+    removed: int = 0
+
+    @classmethod
+    def read(cls, at: int, disk: Disk) -> _Taking:
+        names = _names(at)
+        entries = [entry for name in names if _KEY.fullmatch(name) and (entry := _look(at, name))]
+        others = sum(_size(at, name) for name in names if _LEFT.fullmatch(name))
+        taken = others + sum(entry.size for entry in entries)
+        return cls(sorted(entries, key=lambda entry: entry.used), taken, disk.space(at)[0])
+
+
+@dataclass
 class Hold:
     """An open entry that nobody removes; for reading, and as long as its model is loaded."""
 
@@ -210,33 +230,38 @@ class CacheDirectory:
 
     def shrink(self, room: Room) -> int:
         """Removes least recently used entries until the limit holds; gives the bytes removed."""
-        before = sum(entry.size for entry in self.entries())
-        with suppress(NoRoomError, FileNotFoundError), self.locked() as at:
-            self._make_room(at, 0, Room(room.limit, 0))
-        return before - sum(entry.size for entry in self.entries())
+        try:
+            with self.locked() as at:
+                taking = _Taking.read(at, self.disk)
+                self._evict(at, taking, 0, Room(room.limit, 0))
+                return taking.removed
+        except FileNotFoundError:
+            return 0
 
     def _make_room(self, at: int, size: int, room: Room) -> None:
+        """Raises NoRoomError before anything went in vain."""
         if size > room.limit:
             raise NoRoomError(f"it has {human_size(size)}, cache.limit is {human_size(room.limit)}")
-        names = _names(at)
-        entries = sorted((e for name in names if _KEY.fullmatch(name) and (e := _look(at, name))), key=lambda e: e.used)
-        taken = sum(entry.size for entry in entries)
-        taken += sum(_size(at, name) for name in names if _LEFT.fullmatch(name))
-        may_go = sum(entry.size for entry in entries if not entry.in_use)
-        free = self.disk.space(at)[0]
-        if taken - may_go + size > room.limit:
-            in_use = f"{human_size(taken - may_go)} are taken by entries in use"
+        taking = _Taking.read(at, self.disk)
+        may_go = sum(entry.size for entry in taking.entries if not entry.in_use)
+        if taking.taken - may_go + size > room.limit:
+            in_use = f"{human_size(taking.taken - may_go)} are taken by entries in use"
             raise NoRoomError(f"it has {human_size(size)}, cache.limit is {human_size(room.limit)}, of which {in_use}")
-        if free + may_go - size < room.reserve:
+        if taking.free + may_go - size < room.reserve:
             reserve = f"of which cache.reserve keeps {human_size(room.reserve)}"
-            raise NoRoomError(f"it has {human_size(size)}, the disk has {human_size(free)} free, {reserve}")
-        for entry in entries:
-            if taken + size <= room.limit and free - size >= room.reserve:
+            raise NoRoomError(f"it has {human_size(size)}, the disk has {human_size(taking.free)} free, {reserve}")
+        self._evict(at, taking, size, room)
+
+    def _evict(self, at: int, taking: _Taking, size: int, room: Room) -> None:
+        """Removes entries, least recently used first, until so many bytes have room or none is left to go."""
+        for entry in taking.entries:
+            if taking.taken + size <= room.limit and taking.free - size >= room.reserve:
                 break
             if not entry.in_use and (moved := self._move_away(entry.key, at)):
                 self.disk.remove(moved, at)
                 log.info("cache: %s went to make room", entry.key, extra={"bytes": entry.size})
-                taken, free = taken - entry.size, self.disk.space(at)[0]
+                taking.removed += entry.size
+                taking.taken, taking.free = taking.taken - entry.size, self.disk.space(at)[0]
 
     def publish(self, name: str, descriptor: int, key: str) -> Hold:
         """Gives a complete directory its key's name and goes on holding it. An older entry of that key is replaced."""

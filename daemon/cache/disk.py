@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 import threading
+from typing import Any
 
 from syshaxd.core import Core
 
@@ -67,15 +68,20 @@ class Disk:
         os.rename(old, new, src_dir_fd=at, dst_dir_fd=at)
 
     def remove(self, name: str, at: int) -> None:
-        """A directory with all that is in it."""
+        """A directory with all that is in it; what somebody else removes meanwhile is no error."""
         self.step("remove")
-        shutil.rmtree(name, dir_fd=at)
+        shutil.rmtree(name, onerror=_unless_gone, dir_fd=at)
 
     def space(self, at: int) -> tuple[int, int]:
         """(free for this user, size) of the file system in bytes."""
         self.step("space")
         status = os.statvfs(at)
         return status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+
+
+def _unless_gone(function: Any, path: str, found: tuple[Any, BaseException, Any]) -> None:
+    if not isinstance(found[1], FileNotFoundError):
+        raise found[1]
 
 
 def lock(descriptor: int, exclusive: bool, wait: bool = False) -> bool:

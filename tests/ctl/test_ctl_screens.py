@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 
 from syshax.ctl import screens, units
 from syshax.protocol import (
+    CacheAnswer,
+    CacheEntry,
+    CachePruneAnswer,
     Check,
     DoctorAnswer,
     ModelInfo,
@@ -263,3 +267,35 @@ def test_config_show_origin(ctl: RunCtl, control: FakeControl) -> None:
     assert lines["models.later.path"].endswith("drop-in /etc/syshax/syshaxd.toml.d/10.toml:2")
     assert lines["--state-dir"] == "/s command line"
     assert "--state-dir" not in ctl("config", "show", "limits", "--origin").out
+
+
+def test_cache_list_and_prune(ctl: RunCtl, control: FakeControl) -> None:
+    entries = [
+        CacheEntry(
+            key=letter * 32, name=name, path=f"/models/{name}", format="q4_0", fingerprint="f", bytes=15 * GIB,
+            used_at=time.time() - 7200, in_use=letter == "b",
+            useless="its checkpoint has changed" if letter == "a" else "",
+        )
+        for letter, name in (("a", "mixtral"), ("b", "qwen3"), ("c", "olmoe"))
+    ]  # fmt: skip
+    control.replies["GET /v1/cache"] = CacheAnswer(
+        boot_id=BOOT, enabled=True, directory="/var/cache/syshax", bytes=45 * GIB, limit_bytes=100 * GIB,
+        free_bytes=200 * GIB, entries=entries,
+    )  # fmt: skip
+    out = ctl("cache", "list", width=100).out
+    lines = [line.split() for line in out.splitlines()]
+    assert "/var/cache/syshax: 45.0 GiB of 100 GiB, 200 GiB free" in out
+    states = {words[0]: words[-1] for words in lines if words and words[0] in {entry.key for entry in entries}}
+    assert states == {"a" * 32: "useless", "b" * 32: "use", "c" * 32: "ready"} and "2 h ago" in out
+    assert f"{'a' * 32}: its checkpoint has changed" in out
+    answer = CachePruneAnswer(boot_id=BOOT, removed=["a" * 32], kept=["b" * 32], bytes=15 * GIB)
+    control.replies["POST /v1/cache/prune"] = answer
+    out = ctl("cache", "prune", "a" * 32, "b" * 32).out
+    assert f"removed: {'a' * 32}" in out and f"in use:  {'b' * 32}" in out and "freed:   15.0 GiB" in out
+    assert control.asked[-1] == ("POST /v1/cache/prune", {"keys": ["a" * 32, "b" * 32], "all": False})
+    assert CachePruneAnswer.model_validate_json(ctl("cache", "prune", "--all", "--json").out) == answer
+    assert control.asked[-1][1] == {"keys": [], "all": True}
+    assert ctl("cache", "prune", "--all", "a" * 32).status == 2
+    assert ctl("cache", "prune", "nonsense").status == 2
+    control.replies["GET /v1/cache"] = CacheAnswer(boot_id=BOOT, enabled=False)
+    assert ctl("cache", "list").out == "this daemon has no packed cache\n"

@@ -18,7 +18,7 @@ from syshaxd import config_docs
 from syshaxd.config import Config, is_live, live_keys
 from syshaxd.config_files import ConfigFiles, split_key, unflatten
 from syshaxd.live_config import LiveConfig
-from syshaxd.quantities import format_cpus, format_size, parse_cpus, parse_size
+from syshaxd.quantities import disk_share, format_cpus, format_size, parse_cpus, parse_disk_share, parse_size
 from syshaxd.settings import Layer, build, flatten
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ def test_a_misspelt_key_is_refused_and_the_right_one_named(key: str, where: int,
     st.sampled_from([3.5, "\0", {"a": 1}, [{}], True]),
 )
 def test_a_value_of_the_wrong_type_names_file_key_and_value(key: str, value: Any) -> None:
-    if key == "models.tiny.autoload" and value is True:
+    if key == "cache.enabled" and value is True:
         return
     with pytest.raises(ConfigError) as caught:
         build(Config, [Layer("/etc/f.toml", unflatten({key: value}))])
@@ -80,6 +80,9 @@ def test_a_value_of_the_wrong_type_names_file_key_and_value(key: str, value: Any
         ("[compute]\nshares = [0.0]", "compute.shares"),
         ("[compute]\nshares = [nan]", "compute.shares"),
         ('[memory]\nlimit = "64XB"', "memory.limit: expected a size"),
+        ('[cache]\nlimit = "101%"', "cache.limit: expected at most 100%"),
+        ('[cache]\nreserve = "5 percent"', "cache.reserve: expected a size"),
+        ('[cache]\ndirectory = "here"', "cache.directory: expected an absolute path"),
         ("[memory]\nlimit = -1", "memory.limit: expected a size between"),
         ("[precision]\nallowed_formats = [1]", "precision.allowed_formats"),
         ('[precision]\ndefault_format = "q 5"', "precision.default_format: string should match pattern"),
@@ -180,6 +183,14 @@ def test_an_unwritable_state_directory_is_named(tmp_path: Path) -> None:
 @example((1 << 53) + 1)
 def test_sizes_survive_printing(size: int) -> None:
     assert parse_size(format_size(size)) == size == parse_size(size)
+
+
+@given(st.integers(0, 1000), st.integers(0, 1 << 50))
+def test_parts_of_a_disk(thousandths: int, size: int) -> None:
+    text = f"{thousandths / 10:g}%"
+    assert parse_disk_share(text) == parse_disk_share(f" {text} ") == text
+    assert abs(disk_share(text, size) - size * thousandths / 1000) <= 1 + size * 1e-12
+    assert disk_share(parse_disk_share(size), 7) == size
 
 
 @given(st.sets(st.integers(0, 5000)))

@@ -40,7 +40,10 @@ class Process:
         self.log = runtime_dir.parent / "log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [str(word) for word in command], stderr=log, env=os.environ | environment, start_new_session=True
+                [str(word) for word in command],
+                stderr=log,
+                env=os.environ | {"SYSHAX_CACHE_ENABLED": "false"} | environment,
+                start_new_session=True,
             )
 
     def wait_ready(self) -> None:
