@@ -59,7 +59,7 @@ def adopt_kept(
             packed = found.manifest()
             model = _adopted(core, runtime, plan, config, adoption, found, packed)
         except (UnusableError, SyshaxError) as error:
-            log.warning("the kept weights of %s are discarded: %s", found.model, error)
+            log.warning("the kept weights of %s are discarded: %s", found.model, error, extra={"model": found.model})
             for name in found.names:
                 keeper.remove(name)
             request = _load_request(config, found.model, packed)
@@ -68,7 +68,9 @@ def adopt_kept(
         else:
             adoption.models[found.model] = packed, model
             keeper.adopted(found)
-            log.info("%s serves on: %s were kept", packed.name, human_size(packed.total_bytes))
+            log.info(
+                "%s serves on: %s were kept", packed.name, human_size(packed.total_bytes), extra={"model": packed.name}
+            )
         finally:
             found.close()
     for name in adoption.models:

@@ -220,7 +220,7 @@ class LimitsConfig(Section):
 
 
 class LoggingConfig(Section):
-    """The daemon's log on standard error."""
+    """The daemon's log: standard error, and where that is the journal, records with fields (docs/CONTROL.md)."""
 
     level: Literal["debug", "info", "warning", "error"] = _key(
         "info", "Least level that is logged: debug, info, warning or error.", live=True

@@ -1,7 +1,8 @@
-"""Log lines on standard error: text for people, JSON for collectors, journald's priorities where it listens.
+"""Log lines on standard error: text for people, JSON for collectors; where standard error is the journal, records with
+fields.
 
-Owns the two formats. Modules log through logging.getLogger(__name__) and give facts as `extra={...}`; nothing here or
-there logs weights, prompts or keys.
+Owns the formats and the choice. Modules log through logging.getLogger(__name__) and give facts as `extra={...}`;
+nothing here or there logs weights, prompts or keys.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import time
 from typing import Any
 
 from syshaxd.config import LoggingConfig
+from syshaxd.journal import PRIORITY, JournalHandler, is_connected
 
-_PRIORITY = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 _STANDARD = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 def _facts(record: logging.LogRecord) -> dict[str, Any]:
     return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+
+
+def _message(record: logging.LogRecord) -> str:
+    """On one line."""
+    return record.getMessage().replace("\n", "\\n")
 
 
 def _time(record: logging.LogRecord) -> str:
@@ -36,13 +42,21 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         facts = "".join(f" {key}={value}" for key, value in _facts(record).items())
-        text = record.getMessage().replace("\n", "\\n") + facts
+        text = _message(record) + facts
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         if self._journal:
-            prefix = f"<{_PRIORITY.get(record.levelno, 6)}>"
+            prefix = f"<{PRIORITY.get(record.levelno, 6)}>"
             return "\n".join(prefix + line for line in text.splitlines())
         return f"{_time(record)} {record.levelname.lower()}: {text}"
+
+
+class MessageFormatter(logging.Formatter):
+    """The message alone, with a traceback: the rest are fields. Facts follow it, for who reads lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = _message(record) + "".join(f" {key}={value}" for key, value in _facts(record).items())
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 class JsonFormatter(logging.Formatter):
@@ -61,13 +75,28 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def set_up_logging(config: LoggingConfig) -> None:
-    """Replaces whatever was set up before; safe to call again when the configuration changes."""
-    handler = logging.StreamHandler(sys.stderr)
-    journal = "JOURNAL_STREAM" in os.environ
-    handler.setFormatter(JsonFormatter() if config.format == "json" else TextFormatter(journal))
+def _handler(config: LoggingConfig, program: str) -> logging.Handler:
+    stream = logging.StreamHandler(sys.stderr)
+    connected = is_connected(os.environ.get("JOURNAL_STREAM"), 2)
+    if config.format == "json":
+        stream.setFormatter(JsonFormatter())
+        return stream
+    stream.setFormatter(TextFormatter(connected))
+    if not connected:
+        return stream
+    journal = JournalHandler(program, _facts, stream)
+    journal.setFormatter(MessageFormatter())
+    return journal
+
+
+def set_up_logging(config: LoggingConfig, program: str = "syshaxd") -> None:
+    """Replaces whatever was set up before; safe to call again when the configuration changes. program: as the journal
+    names us."""
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    for old in root.handlers:
+        if isinstance(old, JournalHandler):
+            old.close()
+    root.handlers[:] = [_handler(config, program)]
     root.setLevel(config.level.upper())
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.WARNING)

@@ -248,20 +248,20 @@ class Registry:
         return entry
 
     async def _load(self, entry: Entry) -> None:
-        log.info("loading %s", entry.name, extra={"path": str(entry.path), "format": entry.format})
+        log.info("loading %s", entry.name, extra={"model": entry.name, "path": str(entry.path), "format": entry.format})
         try:
             entry.model = await asyncio.get_running_loop().run_in_executor(self._thread, self._load_blocking, entry)
         except CancelledError as error:
-            log.info("%s", error)
+            log.info("%s", error, extra={"model": entry.name})
             self._forget(entry)
         except SyshaxError as error:
             self._fail(entry, str(error))
-            log.warning("loading %s failed: %s", entry.name, error)
+            log.warning("loading %s failed: %s", entry.name, error, extra={"model": entry.name})
         except MemoryError:
             self._fail(entry, str(NoMemoryError("the daemon ran out of memory for its own tables")))
         except Exception as error:
             self._fail(entry, f"internal error: {type(error).__name__}: {error} (the daemon's log has the details)")
-            log.exception("loading %s failed", entry.name)
+            log.exception("loading %s failed", entry.name, extra={"model": entry.name})
         else:
             if entry.cancel.is_set():
                 await self._drop(entry)
@@ -370,7 +370,7 @@ class Registry:
             entry = Entry(request.name, Path(request.path), request.format)
             self._entries[request.name] = entry
             self._fail(entry, str(error))
-            log.warning("loading %s failed: %s", request.name, error)
+            log.warning("loading %s failed: %s", request.name, error, extra={"model": request.name})
 
     # ---------------------------------------------------------------- unloading
 
@@ -415,7 +415,7 @@ class Registry:
         await asyncio.to_thread(self._cache.forget, entry.name)
         if model is not None:
             await asyncio.to_thread(self._runtime.drop_model, model)
-        log.info("%s is unloaded", entry.name)
+        log.info("%s is unloaded", entry.name, extra={"model": entry.name})
         self._forget(entry)
 
     def _forget(self, entry: Entry) -> None:

@@ -250,7 +250,10 @@ class Sessions:
                 os.close(memory)
         log.info(
             "session %d attached to %s", session.session_id, session.entry.name,
-            extra={"client": repr(session.request.client), "peer": str(session.peer), "shm_bytes": session.shm_bytes},
+            extra={
+                "session": session.session_id, "model": session.entry.name, "client": repr(session.request.client),
+                "peer": str(session.peer), "shm_bytes": session.shm_bytes,
+            },
         )  # fmt: skip
 
     def _add(self, session: Session, memory: int, doorbell: int) -> None:
@@ -304,7 +307,9 @@ class Sessions:
             session.entry.sessions.discard(session.session_id)
             log.info(
                 "session %d ended: %s", session.session_id, session.end_reason or "the client left",
-                extra={"model": session.entry.name, "requests": stats.get("requests", 0)},
+                extra={
+                    "session": session.session_id, "model": session.entry.name, "requests": stats.get("requests", 0)
+                },
             )  # fmt: skip
 
     def end(self, session_id: int, reason: str) -> Session:

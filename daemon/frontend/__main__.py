@@ -41,7 +41,7 @@ def serve(
     if check_config:
         typer.echo("configuration is valid")
         return
-    set_up_logging(LoggingConfig(level=settings.logging.level, format=settings.logging.format))
+    set_up_logging(LoggingConfig(level=settings.logging.level, format=settings.logging.format), "syshax-api")
     raise typer.Exit(run(settings))
 
 
