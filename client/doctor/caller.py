@@ -73,12 +73,10 @@ def _socket(caller: Caller, path: Path) -> Iterator[Check]:
 
 
 def _listens(snapshot: Snapshot, path: Path) -> bool | None:
-    """None: the table does not show it, as in a container with a network of its own."""
-    for line in (snapshot.text("proc/net/unix") or "").splitlines()[1:]:
-        words = line.split(maxsplit=7)
-        if len(words) == 8 and words[7] == str(path):
-            return bool(int(words[3], 16) & _LISTENS)
-    return None
+    """None: the table does not show it, as in a container with a network of its own. Connections have the path too."""
+    rows = [line.split(maxsplit=7) for line in (snapshot.text("proc/net/unix") or "").splitlines()[1:]]
+    flags = [int(words[3], 16) for words in rows if len(words) == 8 and words[7] == str(path)]
+    return any(flag & _LISTENS for flag in flags) if flags else None
 
 
 def membership(caller: Caller) -> Iterator[Check]:

@@ -85,7 +85,8 @@ def test_sockets(runtime_dir: Path, listeners: list[socket.socket]) -> None:
 
 def test_a_socket_on_which_nobody_listens(runtime_dir: Path, tmp_path: Path, listeners: list[socket.socket]) -> None:
     table = "Num RefCount Protocol Flags Type St Inode Path\n"
-    for name, flags in (("control.sock", "00010000"), ("attach.sock", "00000000")):
+    connected, listening = "00000000", "00010000"
+    for name, flags in (("control.sock", connected), ("control.sock", listening), ("attach.sock", connected)):
         table += f"0000000000000000: 00000002 00000000 {flags} 0001 01 1 {runtime_dir / name}\n"
     (tmp_path / "proc/net").mkdir(parents=True)
     (tmp_path / "proc/net/unix").write_text(table)
