@@ -76,6 +76,12 @@ class ModelExistsError(SyshaxError):
     code, http_status, exit_code = "model_exists", 409, 6
 
 
+class NotSupervisedError(SyshaxError):
+    """Nobody would start the daemon again."""
+
+    code, http_status, exit_code = "not_supervised", 409, 6
+
+
 class CheckpointError(SyshaxError):
     """A checkpoint that is missing, broken or that this version cannot compute correctly."""
 

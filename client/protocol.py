@@ -414,12 +414,26 @@ class UnloadAnswer(Answer):
     state: str
 
 
+class RestartRequest(Request):
+    """POST /v1/restart (administrators). Without drain, requests being computed end; their clients send them again."""
+
+    drain: bool = True
+
+
+class RestartAnswer(Answer):
+    """The daemon with this boot id is about to end; the next one has another."""
+
+    boot_id: str
+    pid: int
+
+
 ROUTES: dict[str, str] = {
     "GET /v1/status": "StatusAnswer",
     "GET /v1/models": "ModelsAnswer",
     "GET /v1/models/{name}": "ModelInfo",
     "POST /v1/models": "LoadRequest -> ModelInfo (202)",
     "DELETE /v1/models/{name}": "UnloadAnswer; ?force=1 ends its sessions, also cancels a load",
+    "POST /v1/restart": "RestartRequest -> RestartAnswer (202)",
     "GET /v1/sessions": "SessionsAnswer",
     "DELETE /v1/sessions/{session_id}": "ends one session",
     "GET /v1/topology": "TopologyAnswer",

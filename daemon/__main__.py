@@ -7,6 +7,7 @@ Exit codes:
   2    configuration, arguments or hardware do not allow a start
   3    another syshaxd, or another program, has the runtime directory
   4    stopped, but requests that were accepted could not be finished within limits.drain_seconds
+  75   stopped because a restart was asked for: the service manager is to start the next one
   130  a second signal cut the stop short
 """
 

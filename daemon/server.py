@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syshax.errors import ConfigError, HardwareError
+from syshax.errors import ConfigError, HardwareError, NotSupervisedError
 from syshax.protocol import ConfigChangeAnswer, ModelState, OperatorLibrary, StartOption
 from syshaxd.adoption import adopt_kept
 from syshaxd.cache.directory import CacheDirectory
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 EXIT_UNDRAINED = 4
+EXIT_RESTART = 75
 EXIT_FORCED = 130
 
 
@@ -122,6 +123,7 @@ class Server:
         self._reporter = Reporter(self.parts)
         self._notifier = Notifier()
         self._stop = asyncio.Event()
+        self._restart, self._drains = False, True
         self.serving = asyncio.Event()
         """Set when both sockets are served."""
 
@@ -129,8 +131,20 @@ class Server:
         """Asks for an orderly stop, as SIGTERM does."""
         self._stop.set()
 
+    def restart(self, drain: bool) -> None:
+        """Asks for a stop after which the service manager starts the next daemon. Raises NotSupervisedError."""
+        if not self._notifier.supervised:
+            raise NotSupervisedError(
+                f"no service manager started this daemon (pid {os.getpid()}): nobody would start it again",
+                f"stop it with `kill {os.getpid()}`, which drains, then start it as before; models are loaded anew",
+            )
+        log.info("a restart was asked for%s", "" if drain else ", without draining")
+        self._restart, self._drains = True, drain
+        self._stop.set()
+
     async def run(self) -> int:
-        """Serves until a signal. Gives 0, or EXIT_UNDRAINED where accepted requests had to be given up."""
+        """Serves until it is told to stop. Gives 0, EXIT_UNDRAINED where accepted requests had to be given up, or
+        EXIT_RESTART where another daemon is to follow."""
         parts = self.parts
         self._install_signals()
         raise_open_files_limit()
@@ -163,7 +177,12 @@ class Server:
     async def _serve_control(self) -> web.AppRunner:
         serving = await asyncio.to_thread(importlib.import_module, "syshaxd.control.serving")
         runner: web.AppRunner = await serving.serve_control(
-            self.parts, self._reporter, self._listeners.control, self._options.user, self._change_config
+            self.parts,
+            self._reporter,
+            self._listeners.control,
+            self._options.user,
+            self._change_config,
+            self.restart,
         )
         return runner
 
@@ -264,7 +283,7 @@ class Server:
     async def _drain(self, attach: asyncio.Task[None]) -> int:
         """No new clients, no new requests; accepted ones finish, within the limit."""
         parts = self.parts
-        limit = self._config.current().limits.drain_seconds
+        limit = self._config.current().limits.drain_seconds if self._drains else 0
         parts.state = "draining"
         self._notifier.stopping(f"draining {len(parts.sessions)} sessions")
         attach.cancel()
@@ -273,9 +292,11 @@ class Server:
         parts.registry.cancel_loads()
         self._listeners.close_attach()
         drained = await asyncio.to_thread(parts.runtime.drain, float(limit))
-        if not drained:
+        if not drained and self._drains:
             log.warning("requests were still computing after %d s (limits.drain_seconds)", limit)
         await parts.sessions.close("the daemon stops")
         await parts.registry.close()
         await asyncio.to_thread(parts.cache.stop)
+        if self._restart:
+            return EXIT_RESTART
         return 0 if drained else EXIT_UNDRAINED

@@ -21,6 +21,8 @@ class Notifier:
 
     def __init__(self) -> None:
         self._notifier = sdnotify.SystemdNotifier()
+        self.supervised = bool(os.environ.get("NOTIFY_SOCKET") and os.environ.get("INVOCATION_ID"))
+        """A service manager started this process and hears of it: it would start it again."""
         self._status = ""
 
     def ready(self, status: str) -> None:

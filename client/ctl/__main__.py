@@ -212,6 +212,16 @@ def unload(
 
 
 @app.command()
+def restart(
+    context: typer.Context,
+    drain: Annotated[bool, typer.Option("--drain", help="Let requests that are being computed finish first.")] = False,
+) -> None:
+    """Have the service manager start the daemon anew, and wait for it. Loaded models stay in memory."""
+    ctl = _of(context)
+    ctl.show(waiting.restart(ctl.control, drain), screens.restarted)
+
+
+@app.command()
 def sessions(context: typer.Context) -> None:
     """Every attached worker."""
     ctl = _of(context)

@@ -120,6 +120,14 @@ def _daemon(answer: StatusAnswer) -> Table:
     return head
 
 
+def restarted(answer: StatusAnswer) -> RenderableType:
+    """What the new daemon has of the old one's."""
+    kept = sum(model.origin == "restart" for model in answer.models)
+    loading = sum(model.state is ModelState.LOADING for model in answer.models)
+    words = f"syshaxd {answer.version} serves again (pid {answer.pid}): {kept} models were kept"
+    return f"{words}, {loading} are loading" if loading else words
+
+
 def nodes(rows: list[NodeInfo]) -> Table:
     """NUMA nodes: what runs and lies where."""
     made = table(">Node", "~CPUs", ">Threads", ">Share", ">Busy", ">Experts", ">Huge", ">Free", ">Memory")

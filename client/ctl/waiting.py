@@ -1,4 +1,5 @@
-"""Following a load until it ends: a progress bar on a terminal, a line now and then elsewhere, both on stderr."""
+"""Waiting for what takes a while: a load, followed with a progress bar on a terminal and a line now and then elsewhere,
+both on stderr; a restart."""
 
 from __future__ import annotations
 
@@ -11,11 +12,22 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from syshax.control import Control
 from syshax.ctl import screens, units
-from syshax.errors import CancelledError, ModelNotReadyError, UnknownModelError
-from syshax.protocol import ModelInfo, ModelState
+from syshax.errors import (
+    CancelledError,
+    DaemonAbsentError,
+    DaemonLostError,
+    ModelNotReadyError,
+    RequestTimeoutError,
+    ShuttingDownError,
+    UnknownModelError,
+)
+from syshax.protocol import ModelInfo, ModelState, RestartAnswer, RestartRequest, StatusAnswer
 
 POLL_SECONDS = 0.25
 LINE_SECONDS = 10.0
+RESTART_POLL_SECONDS = 0.1
+RESTART_SECONDS = 120.0
+"""More than limits.drain_seconds and a start; a drain may be set to take longer."""
 
 
 def wait_until_ready(control: Control, model: ModelInfo, errors: Console) -> ModelInfo:
@@ -37,6 +49,26 @@ def wait_until_ready(control: Control, model: ModelInfo, errors: Console) -> Mod
         f"loading {model.name} failed: {model.reason or 'the daemon gave no reason'}",
         "the daemon's log has more: journalctl -u syshaxd",
     )
+
+
+def restart(control: Control, drain: bool) -> StatusAnswer:
+    """Asks for a restart; the next daemon's status once it serves. RequestTimeoutError when none comes in time."""
+    ended = control.post("/v1/restart", RestartRequest(drain=drain), RestartAnswer)
+    deadline = time.monotonic() + RESTART_SECONDS
+    while True:
+        reason = f"the old one (pid {ended.pid}) is still there"
+        try:
+            status = control.get("/v1/status", StatusAnswer)
+            if status.boot_id != ended.boot_id:
+                return status
+        except (DaemonAbsentError, DaemonLostError, ShuttingDownError, RequestTimeoutError) as error:
+            reason = error.message
+        if time.monotonic() >= deadline:
+            raise RequestTimeoutError(
+                f"no new daemon serves {RESTART_SECONDS:g} s after the restart was asked for: {reason}",
+                "systemctl status syshaxd; journalctl -u syshaxd",
+            )
+        time.sleep(RESTART_POLL_SECONDS)
 
 
 @contextmanager

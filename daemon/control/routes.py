@@ -6,6 +6,7 @@ Owns the mapping of syshax.protocol.ROUTES to the parts. No logic beyond rights 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 
 from aiohttp import web
@@ -18,6 +19,8 @@ from syshax.protocol import (
     DoctorAnswer,
     LoadRequest,
     ModelsAnswer,
+    RestartAnswer,
+    RestartRequest,
     SessionsAnswer,
     UnloadAnswer,
 )
@@ -28,7 +31,8 @@ from syshaxd.status import Parts, Reporter
 
 
 class Routes:
-    """`change_config` applies a change of the configuration to the parts (it is the server's)."""
+    """`change_config` applies a change of the configuration to the parts, `restart(drain)` has the daemon end and begin
+    anew: both are the server's."""
 
     def __init__(
         self,
@@ -36,9 +40,10 @@ class Routes:
         reporter: Reporter,
         rights: Rights,
         change_config: Callable[[Callable[[], ConfigChangeAnswer]], ConfigChangeAnswer],
+        restart: Callable[[bool], None],
     ) -> None:
         self._parts, self._reporter, self._rights = parts, reporter, rights
-        self._change_config = change_config
+        self._change_config, self._restart = change_config, restart
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         table: dict[str, Handler] = {
@@ -47,6 +52,7 @@ class Routes:
             "GET /v1/models/{name}": self.model,
             "POST /v1/models": self.load,
             "DELETE /v1/models/{name}": self.unload,
+            "POST /v1/restart": self.restart,
             "GET /v1/sessions": self.sessions,
             "DELETE /v1/sessions/{session_id}": self.end_session,
             "GET /v1/topology": self.topology,
@@ -92,6 +98,12 @@ class Routes:
         return json_answer(
             UnloadAnswer(boot_id=self._parts.boot, name=name, state=state.value if state else "unloaded")
         )
+
+    async def restart(self, request: web.Request) -> web.Response:
+        self._administrator(request, "restart the daemon")
+        wanted = await read_body(request, RestartRequest, self._body_limit())
+        self._restart(wanted.drain)
+        return json_answer(RestartAnswer(boot_id=self._parts.boot, pid=os.getpid()), 202)
 
     async def sessions(self, request: web.Request) -> web.Response:
         return json_answer(SessionsAnswer(boot_id=self._parts.boot, sessions=self._parts.sessions.infos()))

@@ -24,10 +24,11 @@ async def serve_control(
     listener: socket.socket,
     own_user: bool,
     change_config: Callable[[Callable[[], ConfigChangeAnswer]], ConfigChangeAnswer],
+    restart: Callable[[bool], None],
 ) -> web.AppRunner:
     """Serves until its cleanup(). own_user: the daemon's own user is an administrator."""
     rights = Rights(parts.config.current, os.geteuid() if own_user else None)
-    routes = Routes(parts, reporter, rights, change_config)
+    routes = Routes(parts, reporter, rights, change_config, restart)
     runner = web.AppRunner(make_app(parts.core, parts.boot, routes.add_to), access_log=None, shutdown_timeout=2.0)
     await runner.setup()
     await web.SockSite(runner, listener).start()

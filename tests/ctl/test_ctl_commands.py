@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syshax import errors
-from syshax.ctl import values
-from syshax.protocol import ModelInfo, ModelState, Progress
+from syshax.ctl import values, waiting
+from syshax.protocol import ModelInfo, ModelState, Progress, RestartAnswer
 
 DOCS = Path(__file__).parents[2] / "docs" / "SYSHAXCTL.md"
 
@@ -283,3 +283,26 @@ def test_a_closed_pipe_is_no_traceback(control: FakeControl) -> None:
     command = f'"{sys.executable}" -m syshax.ctl --runtime-dir "{control.folder}" status --json | head -c 1'
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=False)
     assert ran.stdout == "{" and "Traceback" not in ran.stderr
+
+
+def test_restart_waits_for_the_next_daemon(ctl: RunCtl, control: FakeControl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "RESTART_POLL_SECONDS", 0.0)
+    old = control.replies["GET /v1/status"]
+    new = old.model_copy(update={"boot_id": "another", "pid": 77})
+    answers = iter([old, errors.ShuttingDownError("it drains"), old, new])
+    control.replies["POST /v1/restart"] = RestartAnswer(boot_id=old.boot_id, pid=old.pid)
+    control.replies["GET /v1/status"] = lambda: next(answers)
+    ran = ctl("restart", "--drain")
+    assert ran.status == 0 and "serves again (pid 77): 0 models were kept" in ran.out
+    assert control.asked[0] == ("POST /v1/restart", {"drain": True}) and len(control.asked) == 5
+
+
+def test_a_restart_after_which_nothing_comes_ends_in_words(
+    ctl: RunCtl, control: FakeControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "RESTART_SECONDS", 0.0)
+    old = control.replies["GET /v1/status"]
+    control.replies["POST /v1/restart"] = RestartAnswer(boot_id=old.boot_id, pid=old.pid)
+    ran = ctl("restart")
+    assert ran.status == 9 and f"the old one (pid {old.pid}) is still there" in ran.err and "journalctl" in ran.err
+    assert control.asked[0] == ("POST /v1/restart", {"drain": False})

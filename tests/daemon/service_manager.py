@@ -145,7 +145,7 @@ class ServiceManager(FdStore):
             self.started_at = time.monotonic()
             self.process = subprocess.Popen(
                 ["bash", "-c", script], stderr=log, pass_fds=high, start_new_session=True,
-                env=os.environ | {"NOTIFY_SOCKET": str(self.address)},
+                env=os.environ | {"NOTIFY_SOCKET": str(self.address), "INVOCATION_ID": "0" * 32},
             )  # fmt: skip
         for descriptor in high:
             os.close(descriptor)

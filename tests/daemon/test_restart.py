@@ -9,6 +9,8 @@ import fcntl
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from syshax.protocol import Geometry
 from syshaxd import _core
 from syshaxd.keeping import arena_name, manifest_file, manifest_name
 from syshaxd.manifest import ArenaFacts, core_geometry, from_bytes
+from syshaxd.status import version
 
 ROUNDS = int(os.environ.get("SYSHAX_RESTART_ROUNDS", "10"))
 
@@ -167,6 +170,26 @@ def test_a_crash_while_loading_leaves_no_half_model(manager: ServiceManager, tmp
             with client.open("m", fingerprint=reference.fingerprint) as model:
                 np.testing.assert_array_equal(model.moe(*request), expected)
             assert len(manager.store) == 2
+
+
+def test_syshaxctl_restart(manager: ServiceManager, tmp_path: Path) -> None:
+    """The command returns when the next daemon serves; requests meanwhile come to their ends."""
+    write_checkpoint(tmp_path / "m", hidden_size=128, moe_intermediate_size=192, num_experts=8)
+    manager.start()
+    manager.load("m", tmp_path / "m", "q8_0")
+    work = Work(manager, 128, 8, 1)
+    for options in (["--drain"], []):
+        command = [sys.executable, "-m", "syshax.ctl", "--runtime-dir", manager.runtime_dir, "restart", *options]
+        ctl = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
+        assert manager.process is not None
+        before = manager.process.pid
+        assert manager.process.wait(60) == 75
+        manager.start()
+        said, _ = ctl.communicate(timeout=60)
+        assert ctl.returncode == 0 and manager.process.pid != before
+        assert said == f"syshaxd {version()} serves again (pid {manager.process.pid}): 1 models were kept\n"
+        work.progress()
+    work.end()
 
 
 def bytes_read(pid: int) -> int:

@@ -22,7 +22,7 @@ from syshax.errors import ConfigError, HardwareError
 from syshaxd.config import LoggingConfig
 from syshaxd.config_files import ConfigFiles
 from syshaxd.logs import JsonFormatter, TextFormatter
-from syshaxd.server import EXIT_UNDRAINED, Options, Server
+from syshaxd.server import EXIT_RESTART, EXIT_UNDRAINED, Options, Server
 from syshaxd.sockets import AlreadyRunningError, open_listeners
 from syshaxd.systemd import Handed, take_handed, watchdog_seconds
 
@@ -253,3 +253,22 @@ def test_log_lines_are_one_line_each() -> None:
     assert TextFormatter(journal=False).format(record(model="m")).endswith("Z warning: a q\\nb model=m")
     assert TextFormatter(journal=True).format(record()) == "<4>a q\\nb"
     assert LoggingConfig().format == "text"
+
+
+@pytest.mark.parametrize("drain", [True, False])
+async def test_a_restart_ends_in_order_with_a_status_of_its_own(
+    start: Callable[..., Any], short_dir: Path, monkeypatch: pytest.MonkeyPatch, drain: bool
+) -> None:
+    monkeypatch.setenv("INVOCATION_ID", "0" * 32)
+    with notify_socket(short_dir, monkeypatch):
+        daemon = await start()
+        status, answer = await daemon.json("POST", "/v1/restart", {"drain": drain})
+        assert status == 202 and answer == {"boot_id": daemon.server.parts.boot, "pid": os.getpid()}
+        assert await daemon.task == EXIT_RESTART and daemon.core.runtime.drained
+
+
+async def test_a_restart_without_a_service_manager_is_refused(daemon: Daemon) -> None:
+    status, answer = await daemon.json("POST", "/v1/restart", {})
+    assert (status, answer["error"]["code"]) == (409, "not_supervised")
+    assert f"kill {os.getpid()}" in answer["error"]["hint"]
+    assert (await daemon.json("GET", "/v1/status"))[0] == 200
