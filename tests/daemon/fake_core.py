@@ -101,6 +101,10 @@ class FakeModel:
             for index, fd in self.arena_fds.items()
         ]
 
+    def close_arenas(self) -> None:
+        while self.arena_fds:
+            os.close(self.arena_fds.popitem()[1])
+
     def prefault(self) -> None:
         pass
 
@@ -150,8 +154,7 @@ class FakeRuntime:
 
     def drop_model(self, model: FakeModel) -> None:
         model.dropped = True
-        for fd in model.arena_fds.values():
-            os.close(fd)
+        model.close_arenas()
         self.models.remove(model)
 
     def start(self) -> None:
@@ -164,8 +167,8 @@ class FakeRuntime:
     def stop(self) -> None:
         """The process ends: what it holds is closed."""
         self.stopped = True
-        for model in list(self.models):
-            self.drop_model(model)
+        for model in self.models:
+            model.close_arenas()
 
     def session_layout(
         self, model: FakeModel, max_tokens: int, top_k: int, element_bytes: int, num_slots: int
