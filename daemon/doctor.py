@@ -127,6 +127,24 @@ def _memory(subject: Subject) -> Iterator[Check]:
         yield fine("memory limit", text)
 
 
+def _cache(subject: Subject) -> Iterator[Check]:
+    cache = subject[0].cache
+    answer = cache.answer("")
+    if not answer.enabled:
+        yield fine("packed cache", "none" if not answer.directory else "switched off (cache.enabled)")
+        return
+    sizes = f"{human_size(answer.bytes)} of {human_size(answer.limit_bytes)} in {answer.directory}"
+    if cache.counts["skipped"]:
+        yield warning(
+            "packed cache",
+            f"{sizes}; {cache.counts['skipped']} models were not written",
+            "their next load converts the checkpoint again",
+            "journalctl -u syshaxd names the reason; syshaxctl cache prune, cache.limit, cache.reserve",
+        )
+    else:
+        yield fine("packed cache", sizes)
+
+
 def _configured_models(subject: Subject) -> Iterator[Check]:
     """Whether each configured model that is not loaded could be."""
     parts = subject[0]
@@ -185,6 +203,7 @@ _CHECKS: tuple[Callable[[Subject], Iterator[Check]], ...] = (
     _cpus,
     _huge_pages,
     _memory,
+    _cache,
     _configured_models,
     _group,
     _sessions,

@@ -137,6 +137,14 @@ async def test_list_and_prune_over_the_control_api(
     assert len(pruned.removed) == 1 and not pruned.kept and pruned.bytes > 0
     (entry,) = (await answer()).entries
     assert entry.name == "tiny"
+    checks = {check["name"]: check for check in (await daemon.json("GET", "/v1/doctor"))[1]["checks"]}
+    assert checks["packed cache"]["ok"] and str(tmp_path / "cache") in checks["packed cache"]["message"]
+    daemon.server.parts.cache.counts["skipped"] += 1
+    checks = {check["name"]: check for check in (await daemon.json("GET", "/v1/doctor"))[1]["checks"]}
+    assert (
+        checks["packed cache"]["level"] == "warning"
+        and "1 models were not written" in checks["packed cache"]["message"]
+    )
     metrics = (await daemon.http("GET", "/metrics"))[2]
     assert b'syshax_cache_writes_total{result="written"} 2.0' in metrics
     assert b'syshax_cache_loads_total{result="miss"} 2.0' in metrics

@@ -202,7 +202,9 @@ def print_next_steps(model: Path) -> None:
 def run(options: argparse.Namespace, base: Path, stack: ExitStack) -> None:
     runtime_dir, port = base / "run", free_port()
     url = f"http://127.0.0.1:{port}"
-    env = os.environ | {"SYSHAX_RUNTIME_DIR": str(runtime_dir), "HF_HUB_OFFLINE": "1"}
+    # Nothing of the demo is left behind: no packed model in the user's cache either.
+    quiet = {"HF_HUB_OFFLINE": "1", "SYSHAX_CACHE_ENABLED": "false"}
+    env = os.environ | {"SYSHAX_RUNTIME_DIR": str(runtime_dir), **quiet}
 
     def start(name: str, *words: str | Path) -> Service:
         service = Service(name, [str(BIN / words[0]), *map(str, words[1:])], base, env)
