@@ -26,6 +26,7 @@ from syshax.errors import (
     DaemonLostError,
     ModelNotReadyError,
     NotAllowedError,
+    RequestTimeoutError,
     SyshaxError,
     UnknownModelError,
 )
@@ -39,8 +40,9 @@ logger = logging.getLogger("vllm.syshax")
 
 LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
-NOT_YET = (*GONE, NotAllowedError, UnknownModelError, ModelNotReadyError)
-"""What a daemon may answer while it comes back and its administrator, or its configuration, loads the model again."""
+NOT_YET = (*GONE, NotAllowedError, UnknownModelError, ModelNotReadyError, RequestTimeoutError)
+"""What a daemon may answer while it comes back and its administrator, or its configuration, loads the model again; a
+timeout where the service manager holds its sockets and it takes long."""
 
 
 class Attachment:

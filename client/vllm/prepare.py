@@ -8,6 +8,7 @@ import vllm or torch.
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -174,7 +175,7 @@ def _progress(model: ModelInfo) -> str:
 
 def compare_fingerprint(model: ModelInfo, path: Path) -> str:
     """The checkpoint's fingerprint. Raises FingerprintError when the daemon's model was made from other experts."""
-    own = expert_fingerprint(Checkpoint(path))
+    own = own_fingerprint(path)
     if model.fingerprint and model.fingerprint != own:
         raise FingerprintError(
             f"the checkpoint {path} (fingerprint {own[:12]}) is not the one that syshaxd holds as {model.name} "
@@ -182,6 +183,21 @@ def compare_fingerprint(model: ModelInfo, path: Path) -> str:
             "serve the same checkpoint, or load this one under another name and name that with --syshax-model",
         )
     return own
+
+
+def own_fingerprint(path: Path) -> str:
+    """The checkpoint's fingerprint, taken again only when a file of it looks another: a worker that attaches again
+    after a restart of the daemon is to lose no time. Raises CheckpointError."""
+    try:
+        seen = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in path.iterdir())
+    except OSError:
+        seen = []
+    return _fingerprint(path, tuple(seen))
+
+
+@functools.lru_cache(maxsize=2)
+def _fingerprint(path: Path, seen: tuple[tuple[str, int, int], ...]) -> str:
+    return expert_fingerprint(Checkpoint(path))
 
 
 def checkpoint_directory(model: str, revision: str | None = None, cache: str | None = None) -> Path:

@@ -91,6 +91,7 @@ def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+@pytest.mark.timeout(200 + 10 * ROUNDS)
 def test_rounds_of_crashes_lose_no_request(manager: ServiceManager, tmp_path: Path) -> None:
     """kill -9 while computing, while starting, and orderly stops, at any moment. The checkpoint is gone: nothing of it
     can be read again."""

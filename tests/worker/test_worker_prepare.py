@@ -21,11 +21,13 @@ from syshax.errors import (
     RequestTimeoutError,
 )
 from syshax.protocol import Geometry, LoadRequest, ModelInfo, ModelsAnswer, ModelState, Progress
+from syshax.vllm import prepare as prepare_module
 from syshax.vllm.prepare import (
     ask_for_model,
     checkpoint_directory,
     compare_geometry,
     find_model,
+    own_fingerprint,
     prepare,
     wait_for_daemon,
 )
@@ -151,6 +153,20 @@ def test_other_experts_under_the_same_name_are_refused(checkpoint: Path) -> None
     control = FakeControl([info("m", "/other", ModelState.READY, fingerprint="0" * 64)])
     with pytest.raises(FingerprintError, match="000000000000"):
         prepare(control, checkpoint, WorkerSettings(model="m"), lambda _: None, soon())
+
+
+def test_the_fingerprint_is_taken_again_only_when_a_file_changed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = own_fingerprint(checkpoint)
+    taken: list[Path] = []
+    monkeypatch.setattr(prepare_module, "expert_fingerprint", lambda opened: taken.append(opened.path) or "another")
+    assert own_fingerprint(checkpoint) == first and not taken
+    (checkpoint / "config.json").touch()
+    assert own_fingerprint(checkpoint) == "another" and taken == [checkpoint]
+    (checkpoint / "config.json").touch()  # so that no later test is told "another"
+    with pytest.raises(CheckpointError):
+        own_fingerprint(checkpoint / "nowhere")
 
 
 def test_the_daemon_is_waited_for_and_given_up() -> None:
