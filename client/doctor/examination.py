@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 from syshax.control import Control
 from syshax.doctor.caller import ADMIN_GROUP, Caller, check_caller
-from syshax.doctor.machine import check_machine
+from syshax.doctor.findings import run_all
+from syshax.doctor.machine import check_machine, memory_lock
 from syshax.doctor.snapshot import Snapshot
 from syshax.errors import SyshaxError
 from syshax.protocol import PROTOCOL_VERSION, RING_VERSION, Check, DoctorAnswer
@@ -28,7 +29,8 @@ def examine(control: Control, snapshot: Snapshot | None = None) -> DoctorAnswer:
         failure = error
     caller = Caller(snapshot, control.path.parent, failure, answer.versions, own_versions())
     machine: list[Check] = check_machine(snapshot) if failure is not None else []
-    return answer.model_copy(update={"checks": [*check_caller(caller), *machine, *answer.checks]})
+    own = [*check_caller(caller), *run_all((memory_lock,), snapshot)]
+    return answer.model_copy(update={"checks": [*own, *machine, *answer.checks]})
 
 
 def own_versions() -> dict[str, str]:

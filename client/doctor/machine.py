@@ -1,4 +1,4 @@
-"""Checks of the machine: kernel, control groups, memory lock, huge pages, NUMA balancing, governor, /dev/shm.
+"""Checks of the machine: kernel, control groups, huge pages, NUMA balancing, governor, /dev/shm.
 
 Owns the rules; each is a function of a Snapshot alone. The daemon runs them where it lives (its view of the machine is
 the one that counts), syshaxctl where no daemon answers.
@@ -72,7 +72,7 @@ def control_groups(snapshot: Snapshot) -> Iterator[Check]:
 
 
 def memory_lock(snapshot: Snapshot) -> Iterator[Check]:
-    """The daemon locks nothing; workers with an accelerator lock their rings for direct copies."""
+    """Of the caller: the daemon locks nothing and sees no devices; workers with an accelerator lock their rings."""
     line = next(
         (
             line
@@ -83,14 +83,14 @@ def memory_lock(snapshot: Snapshot) -> Iterator[Check]:
     )
     words = line.removeprefix("Max locked memory").split()
     limit = words[0] if words else "unknown"
-    text = f"limit {size(int(limit))}" if limit.isdigit() else f"limit {limit}"
+    text = f"limit {size(int(limit))} here" if limit.isdigit() else f"limit {limit} here"
     devices = [path.name for pattern in _ACCELERATORS for path in sorted((snapshot.root / "dev").glob(pattern))]
     if devices and limit.isdigit() and int(limit) < _SMALL_SHM:
         yield warning(
             "memory lock",
             f"{text}, and this machine has an accelerator ({devices[0]})",
             "a worker's ring cannot be page-locked: every copy goes through a second buffer",
-            "systemctl edit syshax-worker@ (LimitMEMLOCK=infinity); in a shell: ulimit -l unlimited",
+            "in a shell: ulimit -l unlimited; units: LimitMEMLOCK=infinity, as syshax-worker@.service has it",
         )
     else:
         yield fine("memory lock", f"{text} (the daemon locks nothing; workers with an accelerator lock their rings)")
@@ -198,7 +198,6 @@ def _shared_memory_writers(snapshot: Snapshot) -> Iterator[Check]:
 MACHINE_CHECKS: tuple[Callable[[Snapshot], Iterator[Check]], ...] = (
     kernel,
     control_groups,
-    memory_lock,
     huge_pages,
     numa_balancing,
     governor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -218,6 +219,31 @@ def test_pages_of_any_kind(rig: Rigs, checkpoint: Path) -> None:
     fresh = arena_bytes(rig().fill(checkpoint))
     model = rig(huge_pages="auto").from_cache(checkpoint)
     assert model is not None and arena_bytes(model) == fresh
+
+
+def anonymous_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_writing_takes_a_chunk_of_memory_not_a_model(rig: Rigs, checkpoint: Path) -> None:
+    write_checkpoint(checkpoint, num_hidden_layers=2, moe_intermediate_size=1024, hidden_size=2048, num_experts=8)
+    writer, peak, done = rig(), [0], threading.Event()
+    description, model = writer.convert(checkpoint, "bf16")
+    assert model.pool_bytes() == 192 << 20
+    gc.collect()
+    before = anonymous_bytes()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    writer.save(description, model)
+    done.set()
+    watcher.join()
+    assert writer.cache.counts["written"] == 1 and 0 < peak[0] < before + (32 << 20)
 
 
 def test_reading_is_cancelled_between_layers_and_leaves_the_entry(rig: Rigs, checkpoint: Path) -> None:

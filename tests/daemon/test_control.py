@@ -234,7 +234,7 @@ async def test_a_kernel_below_the_best_is_a_warning_and_a_metric(start: Callable
 
 async def test_doctor_looks_at_everything_and_survives_a_failing_check(daemon: Daemon, monkeypatch: Any) -> None:
     checks = {check["name"]: check for check in (await daemon.json("GET", "/v1/doctor"))[1]["checks"]}
-    wanted = {"data plane", "instruction set", "affinity", "CPU quota", "huge pages", "memory lock", "shared memory"}
+    wanted = {"data plane", "instruction set", "affinity", "CPU quota", "huge pages", "kernel", "shared memory"}
     assert wanted | {"memory of node 0", "model tiny", "access", "sessions", "configuration"} <= set(checks)
     daemon.core.heartbeat_age_ns = 60 * 10**9
 

@@ -50,7 +50,8 @@ def governor_of(cpu: int, driver: str, governor: str, preference: str | None = N
 
 
 def found(snapshot: Snapshot) -> dict[str, Check]:
-    return {check.name: check for check in machine.check_machine(snapshot) if not check.ok}
+    checks = [*machine.check_machine(snapshot), *machine.memory_lock(snapshot)]
+    return {check.name: check for check in checks if not check.ok}
 
 
 def test_a_good_machine_is_good(tmp_path: Path) -> None:

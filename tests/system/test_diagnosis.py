@@ -56,6 +56,7 @@ def test_doctor_tells_a_stranger_why(box: Box) -> None:
     assert checks["group"]["hint"].startswith("usermod -aG syshax carol")
 
 
+@pytest.mark.long
 def test_doctor_without_a_daemon(box: Box) -> None:
     box.systemctl("stop", "syshaxd.socket", DAEMON)
     try:
