@@ -41,8 +41,9 @@ DEFAULT_TIMEOUT = 300.0
 """Seconds that a call waits when it is not told otherwise; a stopped daemon must not hang its clients for ever."""
 ATTACH_TIMEOUT = 10.0
 _BACKOFF_FIRST, _BACKOFF_MOST = 0.01, 0.25
-_COMING_UP = (DaemonAbsentError, ModelNotReadyError, ShuttingDownError)
-_COMING_BACK = (*_COMING_UP, DaemonLostError, UnknownModelError, NotAllowedError, RequestTimeoutError)
+_COMING_UP = (DaemonAbsentError, DaemonLostError, ModelNotReadyError, RequestTimeoutError, ShuttingDownError)
+"""What a client may meet while a daemon starts, or is killed while it answers."""
+_COMING_BACK = (*_COMING_UP, UnknownModelError, NotAllowedError)
 """What a client may meet while a daemon restarts: no socket, one without its group yet, models not yet found again."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -266,3 +267,26 @@ def test_the_library_is_looked_up_beside_the_package_or_where_the_variable_says(
         )
         assert done.returncode == 1 and word in done.stderr
     assert daemon.sessions() == 0  # nothing was asked of the daemon
+
+
+def test_open_waits_for_a_daemon_that_is_killed_while_it_answers(runtime_dir: Path, client: Client) -> None:
+    """Three that read the request and die; the fourth serves."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(runtime_dir / "attach.sock"))
+    listener.listen()
+    served: list[FakeDaemon] = []
+
+    def die_then_serve() -> None:
+        for _ in range(3):
+            connection, _ = listener.accept()
+            connection.recv(4096)
+            connection.close()
+        listener.close()
+        served.append(FakeDaemon(runtime_dir))
+
+    dying = threading.Thread(target=die_then_serve)
+    dying.start()
+    with client.open("tiny", wait=20):
+        dying.join()
+    served.pop().close()
+    gc.collect()  # errors' tracebacks are cycles
