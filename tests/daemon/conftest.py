@@ -23,12 +23,6 @@ from syshaxd.server import Options, Server
 __all__ = ["checkpoint", "rig"]
 
 
-@pytest.fixture(autouse=True)
-def no_variable_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers of this folder have no cache directory unless a test gives one."""
-    monkeypatch.delenv("SYSHAX_CACHE_ENABLED", raising=False)
-
-
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
     """A directory whose sockets' paths fit into the kernel's limit."""

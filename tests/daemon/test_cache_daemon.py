@@ -107,6 +107,7 @@ async def test_list_and_prune_over_the_control_api(
 ) -> None:
     from syshaxd.core import compiled_core
 
+    monkeypatch.delenv("SYSHAX_CACHE_ENABLED")
     for name in ("tiny", "other"):
         write_checkpoint(tmp_path / name, seed=len(name))
     models = "".join(f'[models.{name}]\npath = "{tmp_path / name}"\nautoload = true\n' for name in ("tiny", "other"))

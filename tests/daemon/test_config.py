@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 KEYS = [key.replace("NAME", "tiny") for key, _, _ in live_keys()]
 
 
+@pytest.fixture(autouse=True)
+def no_variable_of_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps tests' daemons away from the user's cache."""
+    monkeypatch.delenv("SYSHAX_CACHE_ENABLED")
+
+
 def files_of(folder: Path, text: str, **drop_ins: str) -> ConfigFiles:
     main = folder / "syshaxd.toml"
     main.write_text(text)

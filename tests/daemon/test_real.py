@@ -42,7 +42,7 @@ class Process:
             self.process = subprocess.Popen(
                 [str(word) for word in command],
                 stderr=log,
-                env=os.environ | {"SYSHAX_CACHE_ENABLED": "false"} | environment,
+                env=os.environ | environment,
                 start_new_session=True,
             )
 
