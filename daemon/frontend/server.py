@@ -27,6 +27,8 @@ from syshaxd.frontend.keys import KeyRing
 from syshaxd.systemd import Notifier, take_handed
 
 log = logging.getLogger("syshax.api")
+_FIRST_LOOK_SECONDS = 2.0
+"""Whoever is answered first, perhaps the client that had systemd start us, is to find the workers that are there."""
 _LAST_REQUEST_SECONDS = 0.25
 """A request that is on its way as we stop, on a connection that we hold, still gets its answer and then the close."""
 _BREAK_OFF_SECONDS = 2.0
@@ -84,6 +86,12 @@ def make_server(app: App, config: ApiConfig) -> web.Server:
     )
 
 
+def _address(address: object) -> str:
+    if not isinstance(address, tuple):
+        return f"unix:{address}"
+    return f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
+
+
 class Process:
     """One run of syshax-api, from sockets to exit status."""
 
@@ -103,8 +111,13 @@ class Process:
         status = asyncio.create_task(self._report(app))
         try:
             self._handle_signals()
-            await self._listen(runner)
+            handed = [given for _, given in take_handed().sockets]
+            if not handed:  # what is wrong with the address is said before anything else
+                await self._listen(web.TCPSite(runner, self._config.host, self._config.port))
             app.workers.start()
+            await app.workers.first_look(_FIRST_LOOK_SECONDS)
+            await self._listen(*(web.SockSite(runner, given) for given in handed))
+            self.addresses += [_address(address) for address in runner.addresses]
             log.info("listening on %s", ", ".join(self.addresses))
             self._notifier.ready("listening")
             await self._stop.wait()
@@ -117,21 +130,12 @@ class Process:
         log.info("stopped")
         return 0
 
-    async def _listen(self, runner: web.ServerRunner) -> None:
-        sites: list[web.BaseSite] = [web.SockSite(runner, given) for _, given in take_handed().sockets]
-        if not sites:
-            sites = [web.TCPSite(runner, self._config.host, self._config.port)]
+    async def _listen(self, *sites: web.BaseSite) -> None:
         try:
             for site in sites:
                 await site.start()
         except OSError as error:
             raise self._cannot_listen(error) from None
-        for address in runner.addresses:
-            self.addresses.append(
-                f"http://{f'[{address[0]}]' if ':' in address[0] else address[0]}:{address[1]}"
-                if isinstance(address, tuple)
-                else f"unix:{address}"
-            )
 
     def _cannot_listen(self, error: OSError) -> ConfigError:
         where = f"cannot listen on {self._config.host}:{self._config.port}"

@@ -49,6 +49,8 @@ class Worker:
         self._gauge = metrics.worker_ready.labels(url)
         self._strikes = 0
         self._wake = asyncio.Event()
+        self.looked_at = asyncio.Event()
+        """Set when the first check has ended."""
         self._base = "http://worker" if url.startswith("unix:") else url
         connector: aiohttp.BaseConnector
         if url.startswith("unix:"):
@@ -75,6 +77,7 @@ class Worker:
         while True:
             self._wake.clear()
             await self._check()
+            self.looked_at.set()
             pause = health.interval_seconds if self.ready else health.retry_seconds
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), pause)
@@ -159,6 +162,12 @@ class Workers:
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(worker.watch()) for worker in self.all]
+
+    async def first_look(self, seconds: float) -> None:
+        """Until every worker has been checked once, at most that long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*(worker.looked_at.wait() for worker in self.all))
 
     async def close(self) -> None:
         """Ends checks and connections."""

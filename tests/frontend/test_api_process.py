@@ -224,11 +224,11 @@ async def test_systemd_socket_and_notifications(setup: Setup, tmp_path: Path) ->
         stderr=asyncio.subprocess.DEVNULL,
     )
     try:
-        await until(lambda: "READY=1" in told, 30)
-        await until(lambda: "STATUS=ready: m" in told, 10)
-        async with aiohttp.ClientSession() as session:
+        async with aiohttp.ClientSession() as session:  # it waits in the socket, and its answer knows the workers
             response = await session.get(f"http://127.0.0.1:{port}/v1/models")
             assert response.status == 200
+        await until(lambda: "READY=1" in told, 30)
+        await until(lambda: "STATUS=ready: m" in told, 10)
         process.terminate()
         assert await process.wait() == 0
         await until(lambda: "STOPPING=1" in told)
