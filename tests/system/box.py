@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,10 +46,12 @@ def install(layer: Path, **variables: str) -> Path:
 
 
 class Box:
-    """`with Box("name", layer) as box`: boots, and leaves nothing behind. root: a tree instead of the machine's own."""
+    """`with Box("name", layer) as box`: boots, and leaves nothing behind. root: a tree instead of the machine's own;
+    shown: folders of the machine and where the box sees them, read-only."""
 
-    def __init__(self, name: str, layer: Path, root: Path = Path("/")) -> None:
+    def __init__(self, name: str, layer: Path, root: Path = Path("/"), shown: Mapping[str, str] | None = None) -> None:
         self.name, self._layer, self._root = f"{name}-{os.getpid()}", layer, root
+        self._shown = " ".join(f"{outside}:{inside}" for outside, inside in (shown or {}).items())
 
     def __enter__(self) -> Box:
         self._sdbox("up", str(self._root))
@@ -59,7 +61,7 @@ class Box:
         self._sdbox("down")
 
     def _sdbox(self, verb: str, *words: str) -> str:
-        environment = os.environ | {"SDBOX_LAYER": str(self._layer)}
+        environment = os.environ | {"SDBOX_LAYER": str(self._layer), "SDBOX_BIND_RO": self._shown}
         done = subprocess.run(
             [SDBOX, verb, self.name, *words], env=environment, capture_output=True, text=True, timeout=120
         )

@@ -6,6 +6,7 @@ These tests need root and systemd-nspawn, so `make system-test` alone collects t
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,11 +52,12 @@ class TinyModel:
 
 
 @pytest.fixture(scope="session")
-def layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def layer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What a package would install, with the tests' users and configuration: laid over a box's root."""
     layer = install(tmp_path_factory.mktemp("layer"))
     (layer / "etc/syshax/syshaxd.toml.d/models.toml").write_text(CONFIG)
-    return layer
+    yield layer
+    shutil.rmtree(layer)
 
 
 @pytest.fixture(scope="session")
@@ -76,12 +78,13 @@ class Answers:
     def __init__(self, box: Box, model: TinyModel) -> None:
         self._box, self._model, self._numbers = box, model, itertools.count()
 
-    def start(self, requests: int = 3, user: str = "alice", pause: float = 0.0) -> Running:
+    def start(self, requests: int = 3, user: str = "alice", pause: float = 0.0, until: str = "") -> Running:
+        """until: a file of the box; requests go on as long as it is not there, however many."""
         out = f"/tmp/answers-{next(self._numbers)}.npz"
-        words = ["tiny", out, "--requests", str(requests), "--pause", str(pause)]
-        return Running(
-            self._box, self._model, out, self._box.popen(*self._box.python("inside_requests.py", *words), user=user)
-        )
+        words = ["tiny", out, "--pause", str(pause)]
+        words += ["--until", until] if until else ["--requests", str(requests)]
+        process = self._box.popen(*self._box.python("inside_requests.py", *words), user=user)
+        return Running(self._box, self._model, out, process)
 
     def check(self, requests: int = 3, user: str = "alice") -> None:
         self.start(requests, user).check(requests)
@@ -109,10 +112,14 @@ class Running:
         self._box.run("kill", "-KILL", str(self.pid))
         self.process.communicate(timeout=30)
 
-    def check(self, requests: int, timeout: float = 60) -> None:
+    def finish(self, timeout: float = 60) -> int:
+        """The number of its answers, all of them right."""
         output, _ = self.process.communicate(timeout=timeout)
         assert self.process.returncode == 0, output + self._box.journal()[-3000:]
-        assert self._model.check(self._box.path(self._out)) == requests
+        return self._model.check(self._box.path(self._out))
+
+    def check(self, requests: int, timeout: float = 60) -> None:
+        assert self.finish(timeout) == requests
 
 
 @pytest.fixture

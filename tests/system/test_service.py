@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from box import Box
 from conftest import MODELS, Answers
 
+CRASHES = 200
 DAEMON, SOCKET = "syshaxd.service", "syshaxd.socket"
 
 
@@ -140,6 +142,28 @@ def test_stopping_both_takes_the_sockets_away(box: Box, answers: Answers) -> Non
     assert status == 3 and "systemctl start syshaxd" in output
     box.systemctl("start", DAEMON)
     answers.check()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_two_hundred_crashes_lose_no_request_and_read_no_weights_again(box: Box, answers: Answers) -> None:
+    random = Random(1)
+    box.drop_in(DAEMON, "[Service]\nRestartSec=10ms\n")
+    box.wait_ready()
+    loads = box.journal().count("loading tiny")
+    client = answers.start(pause=0.02, until="/tmp/crashes-are-over")
+    try:
+        client.wait_for("answer 2")
+        for _ in range(CRASHES):
+            pid = box.main_pid()
+            time.sleep(random.uniform(0, 0.5))
+            box.run("kill", "-KILL", str(pid))
+            box.wait("another process", lambda pid=pid: box.main_pid() not in (0, pid) and box.is_active())
+    finally:
+        box.write("/tmp/crashes-are-over", "")
+        box.remove_drop_in(DAEMON)
+    assert client.finish() > CRASHES
+    assert box.journal().count("loading tiny") == loads and "tiny serves on" in box.journal()
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import pytest
 from box import Box, install
 from conftest import CONFIG, MODELS, Answers, TinyModel
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 DAEMON = "syshaxd.service"
 STORED = "NFileDescriptorStore"
 
@@ -34,6 +35,7 @@ def version(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     with Box(f"systemd-{number}", layer) as box:
         assert box.run("systemctl", "--version").split()[1] == str(number)
         yield Version(number, box, Answers(box, model))
+    shutil.rmtree(layer)
 
 
 def test_it_comes_up_and_keeps_its_clients(version: Version) -> None:
