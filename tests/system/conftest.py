@@ -78,11 +78,9 @@ class Answers:
     def __init__(self, box: Box, model: TinyModel) -> None:
         self._box, self._model, self._numbers = box, model, itertools.count()
 
-    def start(self, requests: int = 3, user: str = "alice", pause: float = 0.0, until: str = "") -> Running:
-        """until: a file of the box; requests go on as long as it is not there, however many."""
+    def start(self, requests: int = 3, user: str = "alice", pause: float = 0.0) -> Running:
         out = f"/tmp/answers-{next(self._numbers)}.npz"
-        words = ["tiny", out, "--pause", str(pause)]
-        words += ["--until", until] if until else ["--requests", str(requests)]
+        words = ["tiny", out, "--requests", str(requests), "--pause", str(pause)]
         process = self._box.popen(*self._box.python("inside_requests.py", *words), user=user)
         return Running(self._box, self._model, out, process)
 
@@ -112,14 +110,10 @@ class Running:
         self._box.run("kill", "-KILL", str(self.pid))
         self.process.communicate(timeout=30)
 
-    def finish(self, timeout: float = 60) -> int:
-        """The number of its answers, all of them right."""
+    def check(self, requests: int, timeout: float = 60) -> None:
         output, _ = self.process.communicate(timeout=timeout)
         assert self.process.returncode == 0, output + self._box.journal()[-3000:]
-        return self._model.check(self._box.path(self._out))
-
-    def check(self, requests: int, timeout: float = 60) -> None:
-        assert self.finish(timeout) == requests
+        assert self._model.check(self._box.path(self._out)) == requests
 
 
 @pytest.fixture

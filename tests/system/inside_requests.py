@@ -1,10 +1,10 @@
 """Runs inside the box: a client that attaches, computes requests and writes down what it asked and what it got.
 
-    inside_requests.py MODEL OUT.npz [--requests N | --until FILE | --forever] [--pause S]
+    inside_requests.py MODEL OUT.npz [--requests N | --forever] [--pause S]
 
 Prints "pid N", "connecting", "attached", then "request I" and "answer I" for each, for tests to follow;
-it says no more after LINES of them, since nobody may be reading. --until: as long as FILE is not there.
---forever: until it is killed; nothing is written then, and it goes on saying what it does.
+it says no more after LINES of them, since nobody may be reading. --forever: until it is killed; nothing is written
+then, and it goes on saying what it does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import itertools
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -29,7 +28,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--until", type=Path)
     parser.add_argument("--forever", action="store_true")
     arguments = parser.parse_args()
     random = np.random.default_rng(arguments.seed)
@@ -38,8 +36,7 @@ def main() -> None:
     with Client() as client, client.open(arguments.model, max_tokens=TOKENS, wait=WAIT) as model:
         print("attached", flush=True)
         geometry = model.geometry
-        endless = arguments.forever or arguments.until
-        for number in itertools.count() if endless else range(arguments.requests):
+        for number in itertools.count() if arguments.forever else range(arguments.requests):
             say = print if number < LINES or arguments.forever else lambda *_, **__: None
             layer = number % geometry.num_layers
             x = random.standard_normal((TOKENS, geometry.hidden_size), np.float32)
@@ -51,8 +48,6 @@ def main() -> None:
             rows.append((np.array(layer), x, ids, weights, y))
             if arguments.forever:
                 rows.clear()
-            if arguments.until and arguments.until.exists():
-                break
             time.sleep(arguments.pause)
     if arguments.out:
         names = ("layer", "x", "ids", "weights", "y")
