@@ -99,7 +99,7 @@ def _adopted(
 
 def _check_wanted(config: Config, packed: PackedModel, held: int) -> None:
     now, then = configured_as(config, packed.name), packed.configured
-    if now != then and (now is None or (now.path, now.format) != (packed.path, packed.format)):
+    if now != then and (now is None or (Path(now.path), now.format) != (Path(packed.path), packed.format)):
         says = f"{now.path} as {now.format}" if now else "nothing of it"
         raise UnusableError(f"it is {packed.path} as {packed.format}, the configuration now says {says}")
     if not config.allows_format(packed.format):
