@@ -244,9 +244,9 @@ class LimitBench:
     """What the plan's threads can do at most. bytes: of memory to read, many times the caches."""
 
     def __init__(self, nodes: list[NodePlan], isa_cap: str, spin_us: int, bytes: int) -> None: ...
-    def measure(self, limit: str, seconds: float) -> list[tuple[str, float]]:
-        """Limit "read", "fp32", "bf16", "int8" or "int4" -> (loop, bytes or operations a second), best first. The
-        calling thread computes as the plan's first: pin it before."""
+    def measure(self, limit: str, seconds: float) -> list[tuple[str, float, float]]:
+        """Limit "read", "fp32", "bf16", "int8" or "int4" -> (loop, bytes or operations a second at best, and the median
+        of this call's repetitions), best first. The calling thread computes as the plan's first: pin it before."""
 
 def bench_ring(seconds: float, payload_bytes: int, client_cpu: int, daemon_cpu: int) -> dict[str, float]:
     """spin_us_p50, spin_us_p99, parked_us_p50 and floors floor_spin_us, floor_parked_us, with a null model."""

@@ -82,7 +82,7 @@ class LimitBench::Impl {
     Contest& contest = contests_[limit];
     const bool first = contest.variants.empty();
     if (first) contest.variants = limit == Limit::kRead ? read_variants() : compute_variants(limit);
-    for (Variant& variant : contest.variants) variant.best = 0;
+    for (Variant& variant : contest.variants) variant.reached.clear();
     if (first) contest.run(0, contest.variants.size());
     if (first) contest.run(0, contest.variants.size());
     contest.sort();
@@ -94,7 +94,7 @@ class LimitBench::Impl {
     contest.sort();
     std::vector<LimitVariant> result;
     for (const Variant& variant : contest.variants)
-      if (variant.best > 0) result.push_back({variant.name, variant.best});
+      if (!variant.reached.empty()) result.push_back({variant.name, variant.best(), variant.median()});
     return result;
   }
 
@@ -102,17 +102,23 @@ class LimitBench::Impl {
   struct Variant {
     std::string name;
     std::function<double()> run;  // gives bytes or operations per second
-    double best = 0;
+    std::vector<double> reached = {};
+    double best() const { return reached.empty() ? 0 : *std::max_element(reached.begin(), reached.end()); }
+    double median() const {
+      std::vector<double> sorted = reached;
+      std::nth_element(sorted.begin(), sorted.begin() + static_cast<ptrdiff_t>(sorted.size() / 2), sorted.end());
+      return sorted[sorted.size() / 2];
+    }
   };
   struct Contest {  // of all loops for one limit
     std::vector<Variant> variants;
     size_t next = 0;
     void run(size_t begin, size_t end) {
-      for (size_t i = begin; i < end; ++i) variants[i].best = std::max(variants[i].best, variants[i].run());
+      for (size_t i = begin; i < end; ++i) variants[i].reached.push_back(variants[i].run());
     }
     void sort() {
       std::stable_sort(variants.begin(), variants.end(),
-                       [](const Variant& a, const Variant& b) { return a.best > b.best; });
+                       [](const Variant& a, const Variant& b) { return a.best() > b.best(); });
     }
   };
   struct Work {  // of one repetition

@@ -15,6 +15,7 @@ namespace syshax {
 struct LimitVariant {
   std::string name;
   double per_second;  // bytes read or operations, over all threads; the best of its repetitions
+  double sustained;   // their median: what the machine gave while its neighbours had their share of it
 };
 
 class LimitBench {

@@ -33,7 +33,8 @@ py::list measure(LimitBench& bench, const std::string& limit, double seconds) {
     variants = bench.measure(which, seconds);
   }
   py::list result;
-  for (const LimitVariant& variant : variants) result.append(py::make_tuple(variant.name, variant.per_second));
+  for (const LimitVariant& variant : variants)
+    result.append(py::make_tuple(variant.name, variant.per_second, variant.sustained));
   return result;
 }
 

@@ -192,7 +192,7 @@ def table(options: moe.Options, records: list[moe.Record]) -> Table:
     first = records[0]
     title = f"{options.shape}, {options.format}, {options.dtype}, {first['threads']} threads on {first['nodes']} nodes"
     result = Table(title=title)
-    for heading in ("tokens", "ms", "weights GB/s", "GFLOP/s", "of limit", "busy", "calls", "kernel"):
+    for heading in ("tokens", "ms", "weights GB/s", "GFLOP/s", "of limit", "of sustained", "busy", "calls", "kernel"):
         result.add_column(heading, justify="left" if heading == "kernel" else "right")
     for record in records:
         share = record["limit_share"]
@@ -202,6 +202,7 @@ def table(options: moe.Options, records: list[moe.Record]) -> Table:
             f"{record['weight_gb_s']:.1f}",
             f"{record['gflop_s']:.1f}",
             "" if share is None else f"{share:.0%} {record['limit']}",
+            "" if share is None else f"{record['sustained_share']:.0%}",
             f"{record['busy']:.0%}",
             str(record["calls"]),
             record["kernel"],

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 from syshaxd.bench.timing import OtherLoad
 from syshaxd.core import Core
@@ -95,6 +95,14 @@ def share_of_limit(
     return predicted[name] / milliseconds, name
 
 
+class Reached(NamedTuple):
+    """What the loops reached in a moment, by FIELDS, in G a second."""
+
+    best: dict[str, float]
+    sustained: dict[str, float]
+    """The highest of the loops' medians: what a perfect benchmark would have for a median in the same moment."""
+
+
 class LimitMeter:
     """Measures limits with the threads of a plan, again and again: machines that are shared change by the minute."""
 
@@ -108,14 +116,15 @@ class LimitMeter:
         self._loops: dict[str, dict[str, float]] = {limit: {} for limit in FIELDS}
         self._raised: dict[str, tuple[float, str]] = {}
 
-    def measure(self, limits: Sequence[str], seconds: float) -> dict[str, float]:
-        """Measures each of these for about `seconds`; what was reached now, by FIELDS, in G a second."""
-        now: dict[str, float] = {}
+    def measure(self, limits: Sequence[str], seconds: float) -> Reached:
+        """Measures each of these for about `seconds`."""
+        now = Reached({}, {})
         with calling_thread_on(self.plan.nodes[0].cpus):
             for limit in limits:
-                for name, per_second in self._bench.measure(limit, seconds):
-                    self._note(limit, name, per_second / 1e9)
-                    now[FIELDS[limit]] = max(now.get(FIELDS[limit], 0.0), per_second / 1e9)
+                for name, best, sustained in self._bench.measure(limit, seconds):
+                    self._note(limit, name, best / 1e9)
+                    for kept, value in zip(now, (best, sustained), strict=True):
+                        kept[FIELDS[limit]] = max(kept.get(FIELDS[limit], 0.0), value / 1e9)
         return now
 
     def _note(self, limit: str, name: str, value: float) -> None:

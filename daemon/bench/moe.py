@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from syshax.errors import InvalidArgumentError
 from syshaxd.bench import limits
-from syshaxd.bench.limits import FIELDS, LimitMeter
+from syshaxd.bench.limits import FIELDS, LimitMeter, Reached
 from syshaxd.bench.routing import Routing
 from syshaxd.bench.timing import time_calls
 from syshaxd.config import ComputeConfig
@@ -68,6 +68,11 @@ class Record(TypedDict):
     """The limits measured right before and after, by the names of `bench limits`, and never below this point."""
     raised: str | None
     """The limit that this point exceeded and so raised."""
+    sustained: dict[str, float] | None
+    """What the loops' medians were right before and after: limits are the best of many short runs, points are medians,
+    and on a machine with neighbours these differ."""
+    sustained_share: float | None
+    """As limit_share, with these."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class MoeBench:
         if options.dtype not in DTYPES:
             raise InvalidArgumentError(f'dtype "{options.dtype}" is none of {", ".join(DTYPES)}')
         self._plan, self._meter = plan, meter
-        self._now: dict[str, float] = {}
+        self._now: Reached | None = None
         self._expert_bytes = expert_bytes(core, options.format, self._hidden, self._intermediate)
         self._layers = self._enough_layers(limits.last_level_cache_bytes(plan.cpus))
         nodes = [node.as_core_plan() for node in plan.nodes]
@@ -164,7 +169,9 @@ class MoeBench:
         record = self._time(tokens)
         self._now = self._measure_limits()
         if self._meter is not None:
-            hold_against(record, {name: max(before[name], self._now[name]) for name in before}, self._meter)
+            now = {name: max(value, self._now.best[name]) for name, value in before.best.items()}
+            sustained = {name: (value + self._now.sustained[name]) / 2 for name, value in before.sustained.items()}
+            hold_against(record, now, sustained, self._meter)
         return record
 
     def _time(self, tokens: int) -> Record:
@@ -211,11 +218,13 @@ class MoeBench:
             "limit_share": None,
             "limits": None,
             "raised": None,
+            "sustained": None,
+            "sustained_share": None,
         }
 
-    def _measure_limits(self) -> dict[str, float]:
+    def _measure_limits(self) -> Reached:
         if self._meter is None:
-            return {}
+            return Reached({}, {})
         seconds = min(LIMIT_PART * self._options.seconds, MAX_LIMIT_SECONDS)
         return self._meter.measure(["read", limits.peak_of(self._options.format)], seconds)
 
@@ -230,8 +239,8 @@ def in_dtype(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[Any]:
     return values.astype(dtype)
 
 
-def hold_against(record: Record, now: dict[str, float], meter: LimitMeter) -> None:
-    """Fills in the record's share. Bandwidth is that of these minutes; the peak of operations is the best of the run,
+def hold_against(record: Record, now: dict[str, float], sustained: dict[str, float], meter: LimitMeter) -> None:
+    """Fills in the record's shares. Bandwidth is that of these minutes; the peak of operations is the best of the run,
     since no neighbour takes it away for long. A point above a limit raises it, in the record and in the meter."""
     peak = limits.peak_of(record["format"])
     now[FIELDS[peak]] = max(now[FIELDS[peak]], meter.best(peak)[0])
@@ -241,11 +250,12 @@ def hold_against(record: Record, now: dict[str, float], meter: LimitMeter) -> No
         if reached > now[FIELDS[limit]]:
             now[FIELDS[limit]] = reached
             record["raised"] = limit
-    share, record["limit"] = limits.share_of_limit(
-        record["ms"], record["weight_bytes"], record["operations"], peak, now
-    )
+    work = record["ms"], record["weight_bytes"], record["operations"], peak
+    share, record["limit"] = limits.share_of_limit(*work, now)
     record["limit_share"] = round(share, 3)
+    record["sustained_share"] = round(limits.share_of_limit(*work, sustained)[0], 3)
     record["limits"] = {name: round(value, 2) for name, value in now.items()}
+    record["sustained"] = {name: round(value, 2) for name, value in sustained.items()}
 
 
 def core_with(operators: Sequence[str]) -> Core:

@@ -164,7 +164,7 @@ class Suite:
 def line_of(record: Mapping[str, Any]) -> str:
     who = record.get("kernel") or f"{record['peer']} {record['format']}"
     share = record.get("limit_share")
-    held = "" if share is None else f", {share:.0%} of {record['limit']}"
+    held = "" if share is None else f", {share:.0%} of {record['limit']}, {record['sustained_share']:.0%} sustained"
     raised = f", raised the {record['raised']} limit" if record.get("raised") else ""
     busy = "" if record["quiet"] else f", not quiet: others {record['others']:.1f} CPUs"
     return (

@@ -44,6 +44,8 @@ def test_json_records(format: str) -> None:
         assert 0 < record["limit_share"] <= 1.001
         assert record["limit"] in ("read", limits.peak_of(format))
         assert record["limits"]["read_gb_s"] >= record["weight_gb_s"]
+        assert all(0 < record["sustained"][name] <= limit for name, limit in record["limits"].items())
+        assert record["sustained_share"] >= record["limit_share"]
         assert record["limits"][limits.FIELDS[limits.peak_of(format)]] >= record["gflop_s"]
 
 
@@ -52,6 +54,7 @@ def test_limits_can_be_left_out() -> None:
     record = json.loads(done.stdout)
     assert record["ms"] > 0
     assert record["limit_share"] is record["limit"] is record["limits"] is record["raised"] is None
+    assert record["sustained"] is record["sustained_share"] is None
 
 
 def test_a_table_by_default() -> None:
