@@ -10,7 +10,9 @@
 namespace syshax {
 namespace {
 
-constexpr uint32_t kBlockTokens = 48;      // a multiple of what kernels take at once
+constexpr uint32_t kTokenStep = 12;        // a multiple of what kernels take at once
+constexpr uint32_t kBlockTokens = 96;      // in one kernel call
+constexpr size_t kBlockBytes = 400 << 10;  // of activations in one kernel call, so that they stay in the cache
 constexpr uint32_t kMaxBlockColumns = 64;  // of hidden_size in one task
 constexpr uint32_t kTasksPerThread = 4;    // at least, so that threads finish together
 constexpr uint32_t kSerialPack = 4;        // up to so many tokens waking others to pack costs more than packing
@@ -23,6 +25,12 @@ size_t max_row_bytes(const DtypeKernels& kernels, size_t k) {
   size_t most = 0;
   for (const syshax_kernel* kernel : kernels) most = std::max(most, kernel->activation->row_bytes(k));
   return most;
+}
+
+// Tokens that one kernel call takes at most.
+uint32_t block_tokens(size_t row_bytes) {
+  const size_t fitting = kBlockBytes / row_bytes / kTokenStep * kTokenStep;
+  return static_cast<uint32_t>(std::clamp<size_t>(fitting, kTokenStep, kBlockTokens));
 }
 
 }  // namespace
@@ -168,8 +176,9 @@ void MoeForward::run_w13_task(uint32_t node, ThreadScratch& scratch, const Exper
   args.activations = scratch.rows;
   args.out = scratch.tile;
   args.out_stride = stride;
+  const uint32_t most = block_tokens(chunk_.x_row_bytes);
   for (uint32_t done = 0; done < group.count; done += args.num_tokens) {
-    args.num_tokens = std::min(limits_.block_tokens, group.count - done);
+    args.num_tokens = std::min(most, group.count - done);
     const uint32_t* tokens = grouping_.tokens() + group.begin + done;
     for (uint32_t i = 0; i < args.num_tokens; ++i) scratch.rows[i] = scratch_[node].x + tokens[i] * chunk_.x_row_bytes;
     chunk_.kernel->run(&args);
@@ -211,11 +220,12 @@ void MoeForward::run_w2_task(uint32_t node, ThreadScratch& scratch, uint32_t blo
   args.out = scratch.tile;
   args.out_stride = y_stride();
   const size_t columns = size_t{args.num_panels} * layout_.panel_rows();
+  const uint32_t most = block_tokens(h_row_bytes);
   std::memset(y, 0, chunk_.tokens * y_stride() * sizeof(float));
   for (const ExpertGroup& group : grouping_.groups()) {
     args.panels = arenas_[node] + layout_.expert_offset(node, chunk_.layer, group.expert) + offset;
     for (uint32_t done = 0; done < group.count; done += args.num_tokens) {
-      args.num_tokens = std::min(limits_.block_tokens, group.count - done);
+      args.num_tokens = std::min(most, group.count - done);
       const uint32_t first = group.begin + done;
       for (uint32_t i = 0; i < args.num_tokens; ++i) scratch.rows[i] = scratch_[node].h + (first + i) * h_row_bytes;
       chunk_.kernel->run(&args);

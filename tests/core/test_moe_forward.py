@@ -70,6 +70,16 @@ def test_every_dtype_at_decode_and_prefill(format: str, dtype: str) -> None:
         loaded.compare(0, hidden_states(shape, tokens, seed=tokens), ids, weights, dtype)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("hidden", "tokens"), [(64, 95), (64, 96), (64, 97), (64, 193), (9000, 12), (9000, 25)])
+def test_one_expert_with_more_tokens_than_a_kernel_call_takes(format: str, hidden: int, tokens: int) -> None:
+    """A call takes at most 96 tokens, fewer where rows are long."""
+    shape = models.geometry(hidden, 64, experts=1, top_k=1)
+    loaded = load(shape, format, plan([2]), seed=tokens, chunk_tokens=256)
+    ids, weights = np.zeros((tokens, 1), np.int32), np.ones((tokens, 1), np.float32)
+    loaded.compare(0, hidden_states(shape, tokens, seed=hidden), ids, weights, "float32")
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     hidden=st.integers(1, 140),
