@@ -60,7 +60,7 @@ missing_packages() {
         [ "$purpose" != arm ] || wanted="$wanted g++-aarch64-linux-gnu qemu-user"
         [ "$purpose" != test ] || wanted="$wanted rpm"
         [ "$purpose" != systemd ] || wanted="$wanted systemd systemd-container dbus python3"
-        [ "$purpose" != rpm ] || wanted="$wanted rpm dnf createrepo-c rpmlint man-db groff mandoc cmake ninja-build python3-dev"
+        [ "$purpose" != rpm ] || wanted="$wanted rpm dnf createrepo-c rpmlint man-db groff mandoc zsh fish cmake ninja-build python3-dev"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-venv python3-dev"
         for package in $wanted; do
             dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || printf '%s ' "$package"

@@ -78,7 +78,12 @@ def test_nothing_bundled_is_promised_to_or_asked_of_the_system(packages: dict[st
     assert not [line for line in required if re.search(r"openblas|gfortran|[0-9a-f]{8}\.so", line)]
     bundled = run(sys.executable, "packaging/bundle.py", "list", cwd=ROOT).splitlines()
     named = {f"bundled(python3dist({name})) = {version}" for name, version, *_ in map(str.split, bundled)}
-    assert named == {line for line in provided if line.startswith("bundled(")}
+    assert named == {line for line in provided if line.startswith("bundled(python3dist(")}
+    copies = {file.split("/")[5] for file in files(packages["syshax"]) if re.search(r"/vendor/[^/]+\.dist-info/", file)}
+    with_licence = {
+        file.split("/")[5] for file in files(packages["syshax"]) if re.search(r"info/.*(LICEN[CS]E|COPYING)", file)
+    }
+    assert len(copies) == len(bundled) and copies <= with_licence
 
 
 def test_scriptlets_restart_the_daemon_but_neither_sockets_nor_workers(packages: dict[str, Path]) -> None:

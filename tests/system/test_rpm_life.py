@@ -150,6 +150,9 @@ def installed(box: Box) -> None:
         file = box.run("man", "-w", page)
         assert box.run("sh", "-c", f"LC_ALL=C.UTF-8 man --warnings -l -Tutf8 {file} 2>&1 >/dev/null") == ""
         assert box.run("mandoc", "-T", "lint", "-W", "warning", file) == ""
+    for program in ("syshaxctl", "syshaxd", "syshax-api", "syshax-worker"):
+        box.run("zsh", "-n", f"/usr/share/zsh/site-functions/_{program}")
+        box.run("fish", "-n", f"/usr/share/fish/vendor_completions.d/{program}.fish")
     assert "syshax-worker MODEL" in box.run("env", "PYTHONPATH=/usr/lib64/syshax/vendor", "syshax-worker", "--help")
 
 
