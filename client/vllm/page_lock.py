@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from syshax.errors import NoMemoryError
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK_BYTES = 1 << 30
 REGISTER_PORTABLE = 1
@@ -59,6 +61,8 @@ def page_lock_for(device: torch.device, base: int, size: int) -> PageLock | None
     """The lock for that device; None where its runtime has no such call (copies then go through pageable memory)."""
     if device.type != "cuda":  # HIP builds of torch call themselves cuda too
         return None
+    import torch
+
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def register(address: int, size: int) -> int:

@@ -16,6 +16,7 @@ import syshaxd
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SPEC = (ROOT / "packaging/syshax.spec").read_text()
+pytestmark = pytest.mark.timeout(1200)
 COMMANDS = {"syshax": ["syshaxd", "syshax-api", "syshaxctl"], "python3-syshax-client": ["syshax-worker"]}
 
 
