@@ -101,7 +101,8 @@ def vector_op(isa: str, op: str, *arrays: Any) -> npt.NDArray[Any]:
 
 # ---- checkpoint files and packed files -----------------------------------------
 def copy_packed(source: int, target: int, offset: int, bytes: int) -> list[int]:
-    """Copies the range from one descriptor to the same place of another, onto the disk, past the page cache, and gives
+    """Copies the range from one descriptor to the same place of another, onto the disk, past the page cache, by a
+    thread that lets all others go first, and gives
     the xxh64 of each PACKED_CHUNK_BYTES of it, the last of the rest. Needs one chunk of memory. Raises OSError."""
 
 def xxh64(data: Any, seed: int = 0) -> int:

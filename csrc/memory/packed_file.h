@@ -21,9 +21,10 @@ struct PackedFile {
 void read_packed_chunk(int fd, uint64_t offset, size_t bytes, uint64_t checksum, char* into);
 // The range is wanted soon. Advice: never fails.
 void expect_packed(int fd, uint64_t offset, size_t bytes);
-// Copies [offset, offset + bytes) from one file to the same place in another and gives each chunk's checksum. Needs one
-// chunk of memory; what was written is on the disk when it returns, and out of the page cache. error_number: 0, or why
-// it failed.
+// Copies [offset, offset + bytes) from one file to the same place in another and gives each chunk's checksum. On a
+// thread of its own that lets all others go first: a caller that did so itself would hold its locks meanwhile. Needs
+// one chunk of memory; what was written is on the disk when it returns, and out of the page cache. error_number: 0, or
+// why it failed.
 std::vector<uint64_t> copy_packed(int from, int to, uint64_t offset, uint64_t bytes, int* error_number);
 
 }  // namespace syshax

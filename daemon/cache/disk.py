@@ -5,18 +5,12 @@ Owns nothing but the calls. Names are relative to a directory's descriptor. Ever
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import os
-import platform
 import shutil
-import threading
 from typing import Any
 
 from syshaxd.core import Core
-
-_IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
-_IOPRIO_IDLE = 3 << 13
 
 
 class Disk:
@@ -92,12 +86,3 @@ def lock(descriptor: int, exclusive: bool, wait: bool = False) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def step_back() -> None:
-    """The calling thread lets all others go first, on the CPUs and at the disk. Best effort."""
-    thread = threading.get_native_id()
-    os.setpriority(os.PRIO_PROCESS, thread, 19)
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is not None:
-        ctypes.CDLL(None, use_errno=True).syscall(number, 1, thread, _IOPRIO_IDLE)

@@ -19,7 +19,6 @@ from syshax.errors import NotFoundError, SyshaxError
 from syshax.protocol import CacheAnswer, CacheEntry, CachePruneAnswer, CachePruneRequest
 from syshaxd.cache import contents
 from syshaxd.cache.directory import CachedEntry, CacheDirectory, Hold, NoRoomError, Room
-from syshaxd.cache.disk import step_back
 from syshaxd.config import CacheConfig
 from syshaxd.core import Core, CoreModel, CoreRuntime
 from syshaxd.loader import Blueprint, LoadProgress
@@ -51,7 +50,7 @@ class PackedCache:
     ) -> None:
         self._core, self._runtime, self._plan, self._config = core, runtime, plan, config
         self._directory = directory
-        self._thread = ThreadPoolExecutor(1, "cache", step_back)
+        self._thread = ThreadPoolExecutor(1, "cache")
         self._holds: dict[str, Hold] = {}
         self._writings: dict[str, _Writing] = {}
         self.counts: Counter[str] = Counter(hit=0, miss=0, bad=0, written=0, skipped=0)
