@@ -30,8 +30,8 @@ enabled=0
 EDITED = '\n[models.tiny]\npath = "/srv/models/tiny"\nformat = "bf16"\n'
 HARMLESS = {
     "no-signature", "no-packager-tag", "no-group-tag", "no-binary", "no-documentation", "no-buildroot-tag",
-    "no-manual-page-for-binary", "manpage-not-compressed", "invalid-url", "invalid-license", "macro-in-comment",
-    "incoherent-version-in-changelog", "requires-on-release", "package-with-huge-docs", "dangerous-command-in-%postun",
+    "no-manual-page-for-binary", "manpage-not-compressed", "invalid-url", "invalid-license", "invalid-license-exception",
+    "macro-in-comment", "incoherent-version-in-changelog", "requires-on-release", "package-with-huge-docs", "dangerous-command-in-%postun",
     "dangerous-command-in-%preun", "files-duplicate", "non-executable-script", "hidden-file-or-dir", "zero-length",
     "files-duplicated-waste",
 }  # fmt: skip
