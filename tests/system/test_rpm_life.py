@@ -36,8 +36,8 @@ HARMLESS = {
     "non-executable-script", "hidden-file-or-dir", "zero-length", "files-duplicated-waste",
     "unversioned-explicit-provides",
 }  # fmt: skip
-"""What rpmlint says of packages that are not signed, of licences and exceptions that its list lacks, of manual pages in a
-package of their own, of the copies of other people's packages, and of libraries inside those, whose versions nobody
+"""What rpmlint says of packages that are not signed, of licences and exceptions that its list lacks, of manual pages in
+a package of their own, of the copies of other people's packages, and of libraries inside those, whose versions nobody
 tells. Anything else fails the test."""
 
 
