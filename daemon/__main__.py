@@ -62,31 +62,21 @@ def default_runtime_dir(user: bool) -> Path:
     return Path(base) / "syshax" if base else Path(f"/tmp/syshax-{os.geteuid()}")
 
 
-def default_state_dir(user: bool) -> Path:
-    """What systemd gives, else /var/lib/syshax; for a user's own daemon under $XDG_STATE_HOME."""
-    given = os.environ.get("STATE_DIRECTORY", "").split(":")[0]
+def default_folder(kind: str, system: str, home: str, user: bool) -> Path:
+    """What systemd gives ($STATE_DIRECTORY for the kind "STATE"), else `system`; for a user's own daemon under
+    $XDG_STATE_HOME, which is `home` in the home directory where it is not set."""
+    given = os.environ.get(f"{kind}_DIRECTORY", "").split(":")[0]
     if given:
         return Path(given)
     if not user:
-        return Path(DEFAULT_STATE_DIR)
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local/state") / "syshax"
-
-
-def default_cache_dir(user: bool) -> Path:
-    """What systemd gives, else /var/cache/syshax; for a user's own daemon under $XDG_CACHE_HOME."""
-    given = os.environ.get("CACHE_DIRECTORY", "").split(":")[0]
-    if given:
-        return Path(given)
-    if not user:
-        return Path(DEFAULT_CACHE_DIR)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "syshax"
+        return Path(system)
+    base = os.environ.get(f"XDG_{kind}_HOME")
+    return (Path(base) if base else Path.home() / home) / "syshax"
 
 
 def options_from(config: Path | None, runtime_dir: Path | None, state_dir: Path | None, user: bool) -> Options:
     main = config or DEFAULT_CONFIG
-    state = state_dir or default_state_dir(user)
+    state = state_dir or default_folder("STATE", DEFAULT_STATE_DIR, ".local/state", user)
     runtime = (runtime_dir or default_runtime_dir(user)).absolute()
     start = (
         _start_option("--config", main, config is not None, None),
@@ -94,7 +84,8 @@ def options_from(config: Path | None, runtime_dir: Path | None, state_dir: Path 
         _start_option("--state-dir", state, state_dir is not None, "STATE_DIRECTORY"),
     )
     files = ConfigFiles(main, config is not None, state)
-    return Options(files, runtime, user, default_cache_dir(user), start)
+    cache = default_folder("CACHE", DEFAULT_CACHE_DIR, ".cache", user)
+    return Options(files, runtime, user, cache, start)
 
 
 def _start_option(name: str, value: Path, given: bool, variable: str | None) -> StartOption:
