@@ -48,7 +48,7 @@ test-arm: setup  ## the core and its native tests for aarch64, on emulated CPUs 
 
 # CI sets SYSTEM_TESTS=short.
 SYSTEM_TESTS ?= all
-system-test: setup-test  ## the installed services under a systemd booted in a container, as root (SYSTEM_TESTS=short: a minute)
+system-test: setup-test  ## the installed services under a systemd booted in a container, as root (SYSTEM_TESTS=short: two minutes)
 	@$(BOOTSTRAP) system systemd
 	@$(if $(filter short,$(SYSTEM_TESTS)),,$(BOOTSTRAP) system rpm)
 	@SYSHAX_SYSTEM_TESTS=1 $(PY) -m pytest tests/system $(if $(filter short,$(SYSTEM_TESTS)),-m "not long") $(PYTEST_OPTIONS)
