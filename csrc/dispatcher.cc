@@ -30,6 +30,7 @@
 namespace syshax {
 namespace {
 
+constexpr uint32_t kMaxClassWeight = 10000;
 constexpr uint64_t kBeatNs = 1000000;  // heartbeats are written at most this often: the line is shared with the client
 
 void cpu_pause() noexcept {
@@ -38,6 +39,13 @@ void cpu_pause() noexcept {
 #elif defined(__aarch64__)
   __asm__ volatile("yield");
 #endif
+}
+
+void check_class(Priority priority, uint32_t share) {
+  if (static_cast<uint32_t>(priority) >= kNumPriorities)
+    throw CoreError("invalid_argument", "there is no priority " + std::to_string(static_cast<uint32_t>(priority)));
+  if (share > 100)
+    throw CoreError("invalid_argument", "a share of " + std::to_string(share) + " percent; allowed is 0 to 100");
 }
 
 // Signals belong to the process's main thread; faults to whoever makes them.
@@ -202,10 +210,16 @@ struct Dispatcher::Impl {
     changed.notify_all();
   }
 
+  Session* find(uint64_t session_id) noexcept {
+    for (auto& session : sessions)
+      if (session->id() == session_id) return session.get();
+    return nullptr;
+  }
+
   void refuse_all(syshax_ring_status status) {
     for (auto& session : sessions) {
       if (session->model()) session->refuse(status);
-      session->ring().set_closing();
+      session->ring().set_closing(SYSHAX_RING_DRAINING);
     }
   }
 
@@ -221,6 +235,7 @@ struct Dispatcher::Impl {
   std::atomic<bool> commands_waiting{false};
   std::vector<std::unique_ptr<Session>> sessions;
   size_t next = 0;
+  std::array<uint32_t, kNumPriorities> class_weights{16, 4, 1};
   uint64_t last_beat_ns = 0;
   // Changed on the thread (by commands) or before it starts; drained is read by drain() under the mutex.
   bool stopping = false, draining = false, drained = false;
@@ -280,6 +295,7 @@ bool Dispatcher::drain(double timeout_s) {
 }
 
 void Dispatcher::add_session(const SessionSpec& spec) {
+  check_class(spec.priority, spec.share);
   auto session = std::make_unique<Session>(spec);
   std::string error;
   impl_->command([&] {
@@ -308,6 +324,27 @@ void Dispatcher::remove_session(uint64_t session_id) {
       return;
     }
   });
+}
+
+void Dispatcher::end_session(uint64_t session_id, uint32_t closing) {
+  impl_->command([&] {
+    if (Session* session = impl_->find(session_id)) session->end("ended by the daemon", closing);
+  });
+}
+
+void Dispatcher::configure_session(uint64_t session_id, Priority priority, uint32_t share) {
+  check_class(priority, share);
+  impl_->command([&] {
+    if (Session* session = impl_->find(session_id)) session->configure(priority, share);
+  });
+}
+
+void Dispatcher::set_class_weights(const std::array<uint32_t, kNumPriorities>& weights) {
+  for (const uint32_t weight : weights)
+    if (weight < 1 || weight > kMaxClassWeight)
+      throw CoreError("invalid_argument", "a class's weight is " + std::to_string(weight) + ", allowed is 1 to " +
+                                              std::to_string(kMaxClassWeight));
+  impl_->command([&] { impl_->class_weights = weights; });
 }
 
 void Dispatcher::forget_model(const ExpertModel* model) {

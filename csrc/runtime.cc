@@ -73,6 +73,7 @@ void Runtime::start() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (dispatcher_) return;
   auto dispatcher = std::make_shared<Dispatcher>(spin_us_, dispatcher_cpus(*compute_));
+  dispatcher->set_class_weights(class_weights_);
   dispatcher->start();
   dispatcher_ = std::move(dispatcher);
 }
@@ -108,6 +109,20 @@ void Runtime::add_session(const std::shared_ptr<CpuModel>& model, SessionSpec sp
 
 void Runtime::remove_session(uint64_t session_id) {
   if (const auto dispatcher = running()) dispatcher->remove_session(session_id);
+}
+
+void Runtime::end_session(uint64_t session_id, uint32_t closing) {
+  if (const auto dispatcher = running()) dispatcher->end_session(session_id, closing);
+}
+
+void Runtime::configure_session(uint64_t session_id, Priority priority, uint32_t share) {
+  if (const auto dispatcher = running()) dispatcher->configure_session(session_id, priority, share);
+}
+
+void Runtime::set_class_weights(const std::array<uint32_t, kNumPriorities>& weights) {
+  if (const auto dispatcher = running()) dispatcher->set_class_weights(weights);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  class_weights_ = weights;
 }
 
 std::vector<SessionStats> Runtime::session_stats() const {

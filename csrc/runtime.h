@@ -37,6 +37,11 @@ class Runtime {
   // sealed or is being dropped.
   void add_session(const std::shared_ptr<CpuModel>& model, SessionSpec spec);
   void remove_session(uint64_t session_id);
+  // As the dispatcher's; nothing happens where none runs.
+  void end_session(uint64_t session_id, uint32_t closing);
+  void configure_session(uint64_t session_id, Priority priority, uint32_t share);
+  // Kept, for the dispatcher that runs and those to come.
+  void set_class_weights(const std::array<uint32_t, kNumPriorities>& weights);
 
   std::vector<SessionStats> session_stats() const;
   DispatcherStats dispatcher_stats() const;
@@ -49,7 +54,8 @@ class Runtime {
   const uint32_t spin_us_;
   std::mutex creating_;       // models are made one after the other: each sees what memory the last one left
   std::mutex attaching_;      // a model is not closed between the check that it serves and its session's beginning
-  mutable std::mutex mutex_;  // guards the pointer below
+  mutable std::mutex mutex_;  // guards the two below
+  std::array<uint32_t, kNumPriorities> class_weights_{16, 4, 1};
   std::shared_ptr<Dispatcher> dispatcher_;
 };
 

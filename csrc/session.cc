@@ -47,27 +47,37 @@ Session::Session(const SessionSpec& spec)
       ring_(spec.shm_fd, spec.doorbell_fd, header_for(spec)),
       topk_ids_(size_t{spec.max_tokens} * spec.top_k),
       topk_weights_(size_t{spec.max_tokens} * spec.top_k),
+      priority_(spec.priority),
+      share_(spec.share),
       last_active_ns_(monotonic_ns()) {}
 
-void Session::end(const char* reason) noexcept {
+void Session::configure(Priority priority, uint32_t share) noexcept {
+  priority_.store(priority, std::memory_order_relaxed);
+  share_.store(share, std::memory_order_relaxed);
+}
+
+void Session::end(const char* reason, uint32_t closing) noexcept {
   if (ended()) return;
-  if (ring_.poisoned()) reason = kTruncated;  // zero pages look like nonsense first
+  if (ring_.poisoned()) {  // zero pages look like nonsense first
+    reason = kTruncated;
+    closing = SYSHAX_RING_TRUNCATED;
+  }
   add(errors_, 1);
   queued_ = 0;
   in_flight_.store(0, std::memory_order_relaxed);
-  ring_.set_closing();
+  ring_.set_closing(closing);
   ended_.store(reason, std::memory_order_relaxed);
 }
 
 void Session::end_if_poisoned() noexcept {
-  if (ring_.poisoned()) end(kTruncated);
+  if (ring_.poisoned()) end(kTruncated, SYSHAX_RING_TRUNCATED);
 }
 
 uint32_t Session::look(uint64_t now_ns) noexcept {
   if (ended()) return 0;
   uint32_t refused = 0, pending = ring_.pending();
   if (pending > ring_.layout().num_slots) {
-    end("submit_tail is further ahead than there are slots");
+    end("submit_tail is further ahead than there are slots", SYSHAX_RING_BROKEN_QUEUE);
     return 1;
   }
   for (; pending != 0 && !ended(); --pending) refused += !admit(ring_.take(), now_ns);
@@ -77,11 +87,11 @@ uint32_t Session::look(uint64_t now_ns) noexcept {
 
 bool Session::admit(const syshax_ring_request& request, uint64_t now_ns) noexcept {
   if (request.slot >= ring_.layout().num_slots) {
-    end("a request names a slot that does not exist");
+    end("a request names a slot that does not exist", SYSHAX_RING_BROKEN_QUEUE);
     return false;
   }
   if (static_cast<uint32_t>(request.tag) == 0) {
-    end("a request's tag is 0");
+    end("a request's tag is 0", SYSHAX_RING_BROKEN_QUEUE);
     return false;
   }
   uint64_t bit = uint64_t{1} << request.slot;
@@ -183,6 +193,8 @@ SessionStats Session::stats() const {
   stats.last_active_ns_ago = now > active ? now - active : 0;
   stats.heartbeat = ring_.client_heartbeat();
   stats.client_wait_ns = ring_.client_wait_ns();
+  stats.priority = priority_.load(std::memory_order_relaxed);
+  stats.share = share_.load(std::memory_order_relaxed);
   const char* ended = ended_.load(std::memory_order_relaxed);
   stats.poisoned = ended != nullptr;
   stats.ended = ended ? ended : "";

@@ -27,6 +27,9 @@ class Session {
   // sense ends the session. Bounded: at most num_slots requests a call. Returns how many were refused.
   uint32_t look(uint64_t now_ns) noexcept;
   bool has_work() const noexcept { return queued_ != 0; }
+  // Serves it no more; the client reads `closing`, a syshax_ring_closing.
+  void end(const char* reason, uint32_t closing) noexcept;
+  void configure(Priority priority, uint32_t share) noexcept;
   bool ended() const noexcept { return ended_.load(std::memory_order_relaxed) != nullptr; }
 
   struct Outcome {
@@ -62,7 +65,6 @@ class Session {
   Verdict copy_routing(const syshax_ring_request& request, const RingSlot& slot) noexcept;
   void answer(const Queued& queued, const Verdict& verdict, uint64_t queued_ns, uint64_t compute_ns) noexcept;
   Queued pop() noexcept;
-  void end(const char* reason) noexcept;
   void end_if_poisoned() noexcept;
 
   const uint64_t id_;
@@ -78,6 +80,8 @@ class Session {
 
   // Written by the dispatcher's thread, read by stats().
   std::atomic<const char*> ended_{nullptr};
+  std::atomic<Priority> priority_;
+  std::atomic<uint32_t> share_;
   std::atomic<uint64_t> requests_{0}, tokens_{0}, errors_{0}, queued_ns_{0}, compute_ns_{0}, in_flight_{0},
       last_active_ns_;
 };

@@ -229,13 +229,25 @@ class Runtime:
         element_bytes: int,
         num_slots: int,
         spin_us: int,
+        priority: int = 1,
+        share: int = 0,
     ) -> None:
-        """Maps the memory (sized and reserved by the caller), writes the header, serves it. Duplicates descriptors."""
+        """Maps the memory (sized and reserved by the caller), writes the header, serves it. Duplicates descriptors.
+        priority: 0 interactive, 1 normal, 2 batch. share: percent of the data plane's time at most; 0: all."""
     def remove_session(self, session_id: int) -> None:
         """Returns when nothing touches its memory any more (at most the request in flight)."""
+    def end_session(self, session_id: int, closing: int) -> None:
+        """Serves it no more and writes why, a syshax_ring_closing, into its header. Unknown ids are ignored."""
+    def configure_session(self, session_id: int, priority: int, share: int) -> None:
+        """As in add_session. Unknown ids are ignored."""
+    def set_class_weights(self, weights: list[int]) -> None:
+        """Of interactive, normal and batch, 1 to 10000: how classes that have work share the data plane's time."""
     def session_stats(self) -> list[dict[str, Any]]:
         """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, heartbeat,
-        client_wait_ns, poisoned (it is served no more: end its connection) and ended (why: "" or a text)."""
+        client_wait_ns, poisoned (it is served no more: end its connection) and ended (why: "" or a text); priority,
+        share, charged_ns (its part of the data plane's time: a batch's is divided among its sessions), batched (requests
+        computed together with another session's), throttled_ns, tokens_in_flight, wait_us_p50, wait_us_p99 (from seeing
+        a request to starting it), service_us_p50, service_us_p99 (from there to its end)."""
     def stats(self) -> dict[str, Any]:
         """requests_completed, requests_failed, tokens, compute_ns, busy_ns (one number for each node),
         heartbeat_age_ns (of the dispatcher: how long since its last turn; 0 while it sleeps with nothing to do)."""

@@ -30,11 +30,14 @@ py::dict ring_header_dict(const syshax_ring_header& h) {
 }
 
 py::dict session_stats_dict(const syshax::SessionStats& s) {
-  return py::dict("session_id"_a = s.session_id, "requests"_a = s.requests, "tokens"_a = s.tokens,
-                  "errors"_a = s.errors, "in_flight"_a = s.in_flight, "queued_ns"_a = s.queued_ns,
-                  "compute_ns"_a = s.compute_ns, "last_active_ns_ago"_a = s.last_active_ns_ago,
-                  "heartbeat"_a = s.heartbeat, "client_wait_ns"_a = s.client_wait_ns, "poisoned"_a = s.poisoned,
-                  "ended"_a = s.ended);
+  return py::dict(
+      "session_id"_a = s.session_id, "requests"_a = s.requests, "tokens"_a = s.tokens, "errors"_a = s.errors,
+      "in_flight"_a = s.in_flight, "queued_ns"_a = s.queued_ns, "compute_ns"_a = s.compute_ns,
+      "last_active_ns_ago"_a = s.last_active_ns_ago, "heartbeat"_a = s.heartbeat, "client_wait_ns"_a = s.client_wait_ns,
+      "poisoned"_a = s.poisoned, "ended"_a = s.ended, "priority"_a = static_cast<uint32_t>(s.priority),
+      "share"_a = s.share, "charged_ns"_a = s.charged_ns, "batched"_a = s.batched, "throttled_ns"_a = s.throttled_ns,
+      "tokens_in_flight"_a = s.tokens_in_flight, "wait_us_p50"_a = s.wait_us_p50, "wait_us_p99"_a = s.wait_us_p99,
+      "service_us_p50"_a = s.service_us_p50, "service_us_p99"_a = s.service_us_p99);
 }
 
 namespace {
@@ -78,7 +81,10 @@ py::dict ring_abi() {
                      "OK"_a = int(SYSHAX_RING_OK), "BAD_REQUEST"_a = int(SYSHAX_RING_BAD_REQUEST),
                      "BAD_LAYER"_a = int(SYSHAX_RING_BAD_LAYER), "BAD_SHAPE"_a = int(SYSHAX_RING_BAD_SHAPE),
                      "BAD_EXPERT_ID"_a = int(SYSHAX_RING_BAD_EXPERT_ID), "MODEL_GONE"_a = int(SYSHAX_RING_MODEL_GONE),
-                     "SHUTTING_DOWN"_a = int(SYSHAX_RING_SHUTTING_DOWN), "INTERNAL"_a = int(SYSHAX_RING_INTERNAL));
+                     "SHUTTING_DOWN"_a = int(SYSHAX_RING_SHUTTING_DOWN), "INTERNAL"_a = int(SYSHAX_RING_INTERNAL),
+                     "OPEN"_a = int(SYSHAX_RING_OPEN), "DRAINING"_a = int(SYSHAX_RING_DRAINING),
+                     "BROKEN_QUEUE"_a = int(SYSHAX_RING_BROKEN_QUEUE), "TRUNCATED"_a = int(SYSHAX_RING_TRUNCATED),
+                     "KICKED"_a = int(SYSHAX_RING_KICKED), "STOPPED"_a = int(SYSHAX_RING_STOPPED));
   return py::dict("syshax_ring_header"_a = abi_of_header(), "syshax_ring_request"_a = abi_of_request(),
                   "syshax_ring_completion"_a = abi_of_completion(), "constants"_a = constants);
 }

@@ -249,7 +249,7 @@ py::dict session_layout(const Runtime&, const CpuModel& model, uint32_t max_toke
 
 void add_session(Runtime& runtime, uint64_t session_id, const ModelPtr& model, int shm_fd, int doorbell_fd,
                  const py::bytes& boot_id, uint32_t max_tokens, uint32_t top_k, uint32_t element_bytes,
-                 uint32_t num_slots, uint32_t spin_us) {
+                 uint32_t num_slots, uint32_t spin_us, uint32_t priority, uint32_t share) {
   SessionSpec spec;
   const std::string id = boot_id;
   if (id.size() != sizeof spec.boot_id)
@@ -263,6 +263,8 @@ void add_session(Runtime& runtime, uint64_t session_id, const ModelPtr& model, i
   spec.element_bytes = element_bytes;
   spec.num_slots = num_slots;
   spec.spin_us = spin_us;
+  spec.priority = static_cast<Priority>(priority);
+  spec.share = share;
   const py::gil_scoped_release no_gil;
   runtime.add_session(model, spec);
 }
@@ -332,8 +334,17 @@ void bind_runtime_class(py::module_& m) {
            py::arg("element_bytes"), py::arg("num_slots"))
       .def("add_session", add_session, py::arg("session_id"), py::arg("model"), py::arg("shm_fd"),
            py::arg("doorbell_fd"), py::arg("boot_id"), py::arg("max_tokens"), py::arg("top_k"),
-           py::arg("element_bytes"), py::arg("num_slots"), py::arg("spin_us"))
+           py::arg("element_bytes"), py::arg("num_slots"), py::arg("spin_us"), py::arg("priority") = 1,
+           py::arg("share") = 0)
       .def("remove_session", &Runtime::remove_session, py::arg("session_id"), no_gil)
+      .def("end_session", &Runtime::end_session, py::arg("session_id"), py::arg("closing"), no_gil)
+      .def(
+          "configure_session",
+          [](Runtime& runtime, uint64_t id, uint32_t priority, uint32_t share) {
+            runtime.configure_session(id, static_cast<Priority>(priority), share);
+          },
+          py::arg("session_id"), py::arg("priority"), py::arg("share"), no_gil)
+      .def("set_class_weights", &Runtime::set_class_weights, py::arg("weights"), no_gil)
       .def("session_stats", session_stats)
       .def("stats", stats);
 }

@@ -24,7 +24,7 @@
 
 #define SYSHAX_RING_MAGIC 0x58485353u /* "SSHX" */
 #define SYSHAX_RING_VERSION_MAJOR 1u  /* both sides must agree */
-#define SYSHAX_RING_VERSION_MINOR 0u  /* a higher one only adds */
+#define SYSHAX_RING_VERSION_MINOR 1u  /* a higher one only adds; 1: why a session is closing */
 #define SYSHAX_RING_PAGE 4096u
 #define SYSHAX_RING_MAX_SLOTS 64u
 
@@ -38,6 +38,16 @@ enum syshax_ring_status {
   SYSHAX_RING_MODEL_GONE = 5,    /* the model was unloaded */
   SYSHAX_RING_SHUTTING_DOWN = 6, /* the daemon drains; submit again after attaching again */
   SYSHAX_RING_INTERNAL = 7
+};
+
+/* The header's `closing`: whether and why the daemon serves this session no more. */
+enum syshax_ring_closing {
+  SYSHAX_RING_OPEN = 0,
+  SYSHAX_RING_DRAINING = 1,     /* the daemon ends or begins anew: attach again */
+  SYSHAX_RING_BROKEN_QUEUE = 2, /* the client named a slot that does not exist, a tag of 0, or too high a submit_tail */
+  SYSHAX_RING_TRUNCATED = 3,    /* the client cut its memory short */
+  SYSHAX_RING_KICKED = 4,       /* an administrator ended it */
+  SYSHAX_RING_STOPPED = 5       /* its process was stopped for too long */
 };
 
 typedef struct syshax_ring_request {
@@ -97,7 +107,7 @@ typedef struct syshax_ring_header {
   uint32_t parked;           /* 260: 1 while the daemon sleeps: the client must ring the eventfd after submitting */
   uint64_t daemon_heartbeat; /* 264: CLOCK_MONOTONIC ns of the data plane's last turn */
   uint32_t spin_us;          /* 272: how long a client should spin before it parks; 0 where CPUs are shared */
-  uint32_t closing;          /* 276: 1 when the daemon drains */
+  uint32_t closing;          /* 276: syshax_ring_closing */
   uint64_t reserved3[5];
 } syshax_ring_header; /* 320 bytes, in a page of its own */
 

@@ -125,7 +125,11 @@ void RingServer::set_parked(bool parked) noexcept {
   __atomic_store_n(&header()->parked, parked ? 1u : 0u, __ATOMIC_RELAXED);
 }
 
-void RingServer::set_closing() noexcept { __atomic_store_n(&header()->closing, 1u, __ATOMIC_RELEASE); }
+void RingServer::set_closing(uint32_t closing) noexcept {
+  if (closing_ > SYSHAX_RING_DRAINING) return;
+  closing_ = closing;
+  __atomic_store_n(&header()->closing, closing, __ATOMIC_RELEASE);
+}
 
 void RingServer::set_heartbeat(uint64_t now_ns) noexcept {
   __atomic_store_n(&header()->daemon_heartbeat, now_ns, __ATOMIC_RELAXED);

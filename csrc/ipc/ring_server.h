@@ -54,8 +54,8 @@ class RingServer {
   };
   void complete(uint32_t slot, const Completion& completion) noexcept;
 
-  void set_parked(bool parked) noexcept;  // the caller fences before it looks at pending() again
-  void set_closing() noexcept;
+  void set_parked(bool parked) noexcept;        // the caller fences before it looks at pending() again
+  void set_closing(uint32_t closing) noexcept;  // a syshax_ring_closing; an end is not taken back by a drain
   void set_heartbeat(uint64_t now_ns) noexcept;
   uint64_t client_heartbeat() const noexcept;
   uint64_t client_wait_ns() const noexcept;
@@ -69,6 +69,7 @@ class RingServer {
   syshax_ring_header layout_;  // private: never read back from shared memory
   uint8_t* base_ = nullptr;
   int doorbell_fd_ = -1;
+  uint32_t closing_ = SYSHAX_RING_OPEN;
   std::unique_ptr<SigbusGuard> guard_;
   uint64_t position_ = kFirstPosition;  // 64 bits, so that position % num_slots stays right over the wrap
 };
