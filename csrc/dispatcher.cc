@@ -25,6 +25,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/spin.h"
 #include "session.h"
 
 namespace syshax {
@@ -32,14 +33,6 @@ namespace {
 
 constexpr uint32_t kMaxClassWeight = 10000;
 constexpr uint64_t kBeatNs = 1000000;  // heartbeats are written at most this often: the line is shared with the client
-
-void cpu_pause() noexcept {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
 
 void check_class(Priority priority, uint32_t share) {
   if (static_cast<uint32_t>(priority) >= kNumPriorities)
@@ -64,7 +57,7 @@ struct Dispatcher::Impl {
     bool done = false;
   };
 
-  Impl(uint32_t spin_us, std::vector<int> cpu_list) : spin_ns(uint64_t{spin_us} * 1000), cpus(std::move(cpu_list)) {
+  Impl(uint32_t spin_us, std::vector<int> cpu_list) : spin_us(spin_us), cpus(std::move(cpu_list)) {
     epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (epoll_fd < 0 || wake_fd < 0 || !watch(wake_fd)) {
@@ -115,23 +108,28 @@ struct Dispatcher::Impl {
   }
 
   void loop() {
-    uint64_t last_work_ns = monotonic_ns();
     for (;;) {
       if (commands_waiting.load(std::memory_order_acquire)) run_commands();
       if (stopping) return leave();
       uint64_t now = begin_turn();
       if (Session* session = pick()) {
+        syshax_spin_found(&spin, now);
         run(*session);
-        last_work_ns = monotonic_ns();
       } else if (draining && !drained) {
         tell_drained();
-      } else if (now - last_work_ns < spin_ns) {
-        cpu_pause();
+      } else if (syshax_spin_again(&spin, spin_limit_us(), now)) {
+        syshax_cpu_pause();
       } else {
         sleep();
-        last_work_ns = monotonic_ns();
       }
     }
+  }
+
+  // Nothing spins where a client's threads may need the CPU: the daemon's Python says so by the session's spin_us.
+  uint32_t spin_limit_us() const noexcept {
+    for (auto& session : sessions)
+      if (!session->ended() && session->ring().layout().spin_us == 0) return 0;
+    return spin_us;
   }
 
   uint64_t begin_turn() noexcept {
@@ -223,7 +221,8 @@ struct Dispatcher::Impl {
     }
   }
 
-  const uint64_t spin_ns;
+  const uint32_t spin_us;
+  syshax_spin spin = {};  // the thread's own
   const std::vector<int> cpus;
   int epoll_fd = -1, wake_fd = -1;
   std::thread thread;

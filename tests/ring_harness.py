@@ -40,6 +40,7 @@ from syshaxd import _core
 ABI = _core.ring_abi()
 STATUS: dict[str, int] = ABI["constants"]
 LAYERS, EXPERTS, HIDDEN, TOP_K = 4, 8, 64, 2
+SPIN_FIXED = 1 << 31  # or-ed to a spin_us: csrc/base/spin.h
 
 
 def reference(

@@ -21,6 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/spin.h"
 #include "ipc/ring_layout.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -32,6 +33,7 @@
 #endif
 
 enum { ALIVE = 0x53594158 };
+enum { LOOKS_PER_CLOCK = 32 };
 static const uint64_t STEP_NS = 20000000;          /* how often a sleeper looks at the connection */
 static const uint64_t ABANDONED_STEP_NS = 1000000; /* while slots come back only by looking */
 
@@ -39,10 +41,11 @@ static const uint64_t ABANDONED_STEP_NS = 1000000; /* while slots come back only
 enum slot_phase { SLOT_FREE, SLOT_HELD, SLOT_BUSY, SLOT_ABANDONED, SLOT_CLAIMED };
 
 struct slot {
-  uint32_t phase; /* atomic */
-  uint32_t pad;
-  uint64_t tag; /* of the last request; written by the slot's holder */
+  uint32_t phase;   /* atomic */
+  uint32_t spinner; /* atomic; 1: some thread's, and `spin` with it: whoever else waits for the slot sleeps */
+  uint64_t tag;     /* of the last request; written by the slot's holder */
   uint64_t submit_ns;
+  struct syshax_spin spin;
 };
 
 struct syshax_client {
@@ -65,14 +68,6 @@ struct syshax_client {
 };
 
 /* ---- small tools ------------------------------------------------------------------------------------------------- */
-
-static inline void cpu_pause(void) {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
 
 static uint64_t now_ns(void) {
   struct timespec t;
@@ -409,15 +404,24 @@ EXPORT int syshax_client_submit(syshax_client* client, uint32_t slot, uint32_t l
 }
 
 static int spin_for(syshax_client* client, uint32_t slot, uint64_t tag, uint64_t deadline) {
-  uint64_t end = now_ns() + (uint64_t)__atomic_load_n(&header_of(client)->spin_us, __ATOMIC_RELAXED) * 1000u;
-  if (end > deadline) end = deadline;
-  do {
-    for (int i = 0; i < 32; i++) {
-      if (completed(client, slot, tag)) return 1;
-      cpu_pause();
+  struct slot* s = &client->slots[slot];
+  uint32_t spin_us = __atomic_load_n(&header_of(client)->spin_us, __ATOMIC_RELAXED);
+  if (spin_us == 0 || __atomic_exchange_n(&s->spinner, 1, __ATOMIC_ACQUIRE)) return 0;
+  uint64_t now;
+  int done = 0;
+  while (!done && syshax_spin_again(&s->spin, spin_us, now = now_ns())) {
+    for (int i = 0; i < LOOKS_PER_CLOCK && !done; i++) {
+      syshax_cpu_pause();
+      done = completed(client, slot, tag);
     }
-  } while (now_ns() < end);
-  return completed(client, slot, tag);
+    if (done) syshax_spin_found(&s->spin, now_ns());
+    if (!done && now >= deadline) {
+      syshax_spin_given_up(&s->spin, now);
+      break;
+    }
+  }
+  __atomic_store_n(&s->spinner, 0, __ATOMIC_RELEASE);
+  return done;
 }
 
 static int wait_for(syshax_client* client, uint32_t slot, uint64_t tag, uint64_t deadline) {

@@ -1,9 +1,10 @@
-// A counter that threads wait on: spin for a while, then sleep. One thread at a time bumps it, any number wait for the
-// next value. Whoever is woken wakes two more, so that waking many does not keep the bumper from its work; sleepers
+// A counter that threads wait on: spin while that pays, then sleep. One thread at a time bumps it, any number wait for
+// the next value. Whoever is woken wakes two more, so that waking many does not keep the bumper from its work; sleepers
 // wake in the order in which they fell asleep, so that nobody who waits for an older value is passed over.
 #pragma once
 #include <time.h>
 
+#include "base/spin.h"
 #include "threads/futex.h"
 
 namespace syshax {
@@ -24,9 +25,9 @@ class alignas(64) Event {
     wake_some();
   }
 
-  // Returns the new value once it differs from `seen`.
-  uint32_t await(uint32_t seen, uint64_t spin_ns) {
-    uint32_t value = spin(seen, spin_ns);
+  // Returns the new value once it differs from `seen`. `spin` is the caller's own, for this place in its work.
+  uint32_t await(uint32_t seen, syshax_spin& spin, uint32_t spin_us) {
+    uint32_t value = look(seen, spin, spin_us);
     while (value == seen) {
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
       futex_wait(value_, seen);
@@ -45,18 +46,19 @@ class alignas(64) Event {
 
   static constexpr int kLooksPerClock = 32;
 
-  uint32_t spin(uint32_t seen, uint64_t spin_ns) const {
+  uint32_t look(uint32_t seen, syshax_spin& spin, uint32_t spin_us) const {
     uint32_t value = this->value();
-    if (value != seen || spin_ns == 0) return value;
-    const uint64_t end = now_ns() + spin_ns;
-    do {
-      for (int i = 0; i < kLooksPerClock; ++i) {
+    if (value != seen || spin_us == 0) return value;
+    while (syshax_spin_again(&spin, spin_us, now_ns())) {
+      for (int i = 0; i < kLooksPerClock && value == seen; ++i) {
+        syshax_cpu_pause();
         value = this->value();
-        if (value != seen) return value;
-        cpu_relax();
       }
-    } while (now_ns() < end);
-    return value;
+      if (value == seen) continue;
+      syshax_spin_found(&spin, now_ns());
+      return value;
+    }
+    return this->value();
   }
 
   std::atomic<uint32_t> value_{0};

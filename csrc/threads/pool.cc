@@ -10,7 +10,7 @@
 
 namespace syshax {
 
-ThreadPool::ThreadPool(std::vector<NodePlan> plan, uint32_t spin_us) : spin_ns_(uint64_t{spin_us} * 1000) {
+ThreadPool::ThreadPool(std::vector<NodePlan> plan, uint32_t spin_us) : spin_us_(spin_us) {
   check_plan(plan);
   for (NodePlan& entry : plan) {
     auto node = std::make_unique<Node>();
@@ -58,7 +58,7 @@ void ThreadPool::run(Job job, void* context) {
   state.resumed_ns = now_ns();
   job(context, 0, 0);
   state.busy_ns.fetch_add(now_ns() - state.resumed_ns, std::memory_order_relaxed);
-  if (others > 0) finished_.await(finished, spin_ns_);
+  if (others > 0) finished_.await(finished, state.for_threads, spin_us_);
 }
 
 void ThreadPool::work(uint32_t node, uint32_t thread) {
@@ -72,7 +72,7 @@ void ThreadPool::work(uint32_t node, uint32_t thread) {
   ThreadState& state = home.states[thread];
   uint32_t seen = 0;
   while (true) {
-    seen = started_.await(seen, spin_ns_);
+    seen = started_.await(seen, state.for_job, spin_us_);
     if (stopping_) return;
     state.resumed_ns = now_ns();
     job_(context_, node, thread);
@@ -92,7 +92,7 @@ void ThreadPool::barrier(uint32_t node, uint32_t thread) {
   }
   ThreadState& state = home.states[thread];
   state.busy_ns.fetch_add(now_ns() - state.resumed_ns, std::memory_order_relaxed);
-  home.passed.await(seen, spin_ns_);
+  home.passed.await(seen, state.for_threads, spin_us_);
   state.resumed_ns = now_ns();
 }
 

@@ -1,6 +1,6 @@
 // The computing threads of all nodes, pinned as the plan says. One job at a time runs on all of them; the thread that
 // calls run() is thread 0 of the first node, so a plan of n threads has n computing threads and no other. Work inside
-// a job is handed out by atomic counters; between jobs threads spin for spin_us and then sleep.
+// a job is handed out by atomic counters; between jobs threads spin for spin_us at most (base/spin.h) and then sleep.
 // Knows nothing of what a job computes.
 #pragma once
 #include <memory>
@@ -45,7 +45,9 @@ class ThreadPool {
  private:
   struct alignas(64) ThreadState {
     std::atomic<uint64_t> busy_ns{0};
-    uint64_t resumed_ns = 0;  // its own thread's: when it last began to work
+    // Its own thread's alone:
+    uint64_t resumed_ns = 0;                     // when it last began to work
+    syshax_spin for_job = {}, for_threads = {};  // waiting for the next job; for the others within one
   };
   struct Node {
     uint32_t threads = 0;
@@ -60,7 +62,7 @@ class ThreadPool {
 
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<std::thread> threads_;
-  uint64_t spin_ns_;
+  const uint32_t spin_us_;
   std::mutex problem_mutex_;
   std::string problem_;  // why a thread could not be pinned when it started
   Job job_ = nullptr;

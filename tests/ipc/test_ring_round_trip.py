@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_harness import EXPERTS, HIDDEN, LAYERS, STATUS, TOP_K, RawSession, batch, eventually, reference
+from ring_harness import EXPERTS, HIDDEN, LAYERS, SPIN_FIXED, STATUS, TOP_K, RawSession, batch, eventually, reference
 
 from syshax.protocol import Dtype
 from syshaxd import _core
@@ -86,9 +86,9 @@ def test_a_sleeping_dispatcher_is_parked_and_wakes(harness: _core.TestHarness) -
 
 
 def test_an_awake_dispatcher_needs_no_doorbell() -> None:
-    harness = _core.TestHarness(LAYERS, EXPERTS, HIDDEN, TOP_K, spin_us=2_000_000)
+    harness = _core.TestHarness(LAYERS, EXPERTS, HIDDEN, TOP_K, spin_us=SPIN_FIXED | 2_000_000)
     harness.start()
-    with RawSession(harness, 1) as session:
+    with RawSession(harness, 1, spin_us=1) as session:
         session.works()
         assert session.read("header", "parked") == 0
         session.fill(0, *batch(1))
