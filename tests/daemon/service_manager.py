@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,7 +22,25 @@ from typing import Self
 from syshax.control import Control
 from syshax.protocol import LoadRequest, ModelInfo, ModelsAnswer
 
+# Moves descriptors to 3 and up and becomes the daemon: bash keeps those from 10 on to itself.
+_HAND_OVER = """
+import os, sys
+for place, descriptor in enumerate(map(int, sys.argv[1].split(","))):
+    os.dup2(descriptor, 3 + place)
+    os.close(descriptor)
+os.environ["LISTEN_PID"] = str(os.getpid())
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 KINDS = {"control": socket.SOCK_STREAM, "attach": socket.SOCK_SEQPACKET}
+
+
+def private_shm(size: int) -> list[str]:
+    """Words before a command that give it a /dev/shm of its own of that many bytes."""
+    for flags in ("-m", "-rm"):
+        words = ["unshare", flags, "--propagation", "private"]
+        if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0:
+            return [*words, "sh", "-c", f'mount -t tmpfs -o size={size},mode=1777 own /dev/shm && exec "$0" "$@"']
+    sys.exit("a mount namespace is needed for a /dev/shm of one's own: allow user namespaces, or run this as root")
 
 
 class FdStore:
@@ -89,10 +107,18 @@ class FdStore:
 
 
 class ServiceManager(FdStore):
-    """`directory`: short, for sockets. The daemon's runtime directory is `directory`/run."""
+    """`directory`: short, for sockets. The daemon's runtime directory is `directory`/run. `wrapper`: words before
+    the daemon's command; `environment`: variables of its own."""
 
-    def __init__(self, directory: Path, config: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: str = "",
+        wrapper: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(directory)
+        self.wrapper, self.environment = wrapper, environment or {}
         self.directory, self.runtime_dir = directory, directory / "run"
         self.config_file, self.log_file = directory / "syshaxd.toml", directory / "log"
         self.runtime_dir.mkdir(mode=0o700)
@@ -131,22 +157,20 @@ class ServiceManager(FdStore):
         assert self.process is None or self.process.poll() is not None
         handed = [(name, listener.fileno()) for name, listener in self._listeners.items()] + self.store
         high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 300) for _, descriptor in handed]
-        moves = " ".join(f"{3 + place}<&{descriptor} {descriptor}<&-" for place, descriptor in enumerate(high))
-        names = ":".join(name for name, _ in handed)
-        variables = f"LISTEN_PID=$$ LISTEN_FDS={len(handed)} LISTEN_FDNAMES={names}"
+        environment = os.environ | {
+            "NOTIFY_SOCKET": str(self.address), "INVOCATION_ID": "0" * 32, "LISTEN_FDS": str(len(handed)),
+            "LISTEN_FDNAMES": ":".join(name for name, _ in handed),
+        } | self.environment  # fmt: skip
         daemon = [
-            sys.executable, "-m", "syshaxd", "--user", "--runtime-dir", self.runtime_dir,
+            *self.wrapper, sys.executable, "-m", "syshaxd", "--user", "--runtime-dir", self.runtime_dir,
             "--state-dir", self.directory / "state", "--config", self.config_file,
         ]  # fmt: skip
-        script = f"exec {moves}; export {variables}; exec {' '.join(map(str, daemon))}"
+        command = [sys.executable, "-S", "-c", _HAND_OVER, ",".join(map(str, high)), *map(str, daemon)]
         self._deaf = False
         self.ready.clear()
         with self.log_file.open("ab") as log:
             self.started_at = time.monotonic()
-            self.process = subprocess.Popen(
-                ["bash", "-c", script], stderr=log, pass_fds=high, start_new_session=True,
-                env=os.environ | {"NOTIFY_SOCKET": str(self.address), "INVOCATION_ID": "0" * 32},
-            )  # fmt: skip
+            self.process = subprocess.Popen(command, stderr=log, pass_fds=high, start_new_session=True, env=environment)
         for descriptor in high:
             os.close(descriptor)
         if wait:

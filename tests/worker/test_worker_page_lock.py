@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import resource
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syshax.errors import NoMemoryError
 from syshax.vllm.page_lock import PageLock
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 class Driver:
@@ -53,3 +58,17 @@ def test_a_refusal_undoes_everything(size: int, chunk: int, refuse: int) -> None
     with pytest.raises(NoMemoryError, match=r"error 2.*memlock limit"):
         PageLock(0, size, driver.register, driver.unregister, chunk)
     assert driver.locked == {}
+
+
+def test_a_low_memlock_limit_is_named_with_value_and_remedy_and_the_units_raise_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, before[1]))
+    try:
+        with pytest.raises(NoMemoryError) as error:
+            PageLock(0, 8192, Driver(refuse=0).register, Driver().unregister)
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
+    assert "page-lock bytes 0 to 8192 of 8192; the memlock limit is 65536 bytes" in error.value.message
+    assert "LimitMEMLOCK=infinity" in error.value.hint and "ulimit -l unlimited" in error.value.hint
+    for unit in ("syshaxd.service", "syshax-worker@.service"):
+        assert "\nLimitMEMLOCK=infinity\n" in (ROOT / "systemd" / unit).read_text()
