@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test sanitize check format bench bench-vllm man rpm clean
+.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test sanitize fuzz check format bench bench-vllm man rpm clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -59,10 +59,15 @@ install: setup  ## as a system service, below DESTDIR (packaging/install.sh says
 sanitize: setup  ## the native tests under the address, undefined-behaviour and thread sanitizers
 	@packaging/native_tests.sh sanitize $(NATIVE_TESTS)
 
+# CI sets FUZZ=short.
+FUZZ ?= long
+fuzz: setup-test  ## hostile input for ring, sockets and control API: ten million inputs (FUZZ=short: half a minute)
+	@$(PY) tests/fuzz/run.py $(FUZZ) $(FUZZ_OPTIONS)
+
 check: setup-test  ## formatting, lint, types, documentation that must match the code
 	@$(VENV)/bin/ruff format --check client daemon tests packaging setup.py
 	@$(VENV)/bin/ruff check client daemon tests packaging setup.py
-	@$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc' 'tests/native/*')
+	@$(VENV)/bin/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc' 'tests/native/*' 'tests/fuzz/*.cc' 'tests/fuzz/*.h')
 	@cd / && $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) --cache-dir $(abspath build/mypy)
 	@$(PY) packaging/check_tree.py
 	@$(PY) packaging/check_objects.py build/core
@@ -70,7 +75,7 @@ check: setup-test  ## formatting, lint, types, documentation that must match the
 format:
 	@$(VENV)/bin/ruff format client daemon tests packaging setup.py
 	@$(VENV)/bin/ruff check --fix client daemon tests packaging setup.py
-	@$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc' 'tests/native/*')
+	@$(VENV)/bin/clang-format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cc' 'csrc/*.c' 'csrc/*.inc' 'tests/native/*' 'tests/fuzz/*.cc' 'tests/fuzz/*.h')
 
 setup-bench: setup
 	@$(BOOTSTRAP) venv bench

@@ -3,6 +3,8 @@
 #
 #   native_tests.sh arm [short]        for aarch64, under emulated CPUs with and without each feature
 #   native_tests.sh sanitize [short]   with the address and undefined-behaviour sanitizers, then the thread sanitizer
+#   native_tests.sh fuzz [short]       only builds what tests/fuzz/run.py runs: the fuzz targets with sanitizers; without
+#                                      "short" also without them, and under libFuzzer where there is clang
 #
 # Ends with status 1 at the first program that finds something; its own line says what. short: what CI has time for.
 # Environment: VENV (where cmake and ninja are), JOBS.
@@ -18,12 +20,12 @@ mode=${1:-} length=${2:-full}
 say() { printf '==> %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$1" >&2; exit 1; }
 
-# build FOLDER OPTIONS...: only what the tests need.
+# build FOLDER OPTIONS...: only what the tests need; TARGET: only that program.
 build() {
     local folder=$1; shift
     mkdir -p build
     cmake -S csrc -B "$folder" -G Ninja -DSYSHAX_BINDINGS=OFF -DSYSHAX_NATIVE_TESTS=ON "$@" >"$folder.log" 2>&1 &&
-        cmake --build "$folder" -j "$JOBS" >>"$folder.log" 2>&1 || {
+        cmake --build "$folder" -j "$JOBS" --target "${TARGET:-all}" >>"$folder.log" 2>&1 || {
         tail -n 40 "$folder.log" >&2
         die "the native tests could not be built; the whole log is in $folder.log"
     }
@@ -68,15 +70,35 @@ test_sanitize() {
     for kind in address,undefined thread; do
         say "building with the sanitizers: $kind"
         build "build/sanitize-${kind%,*}" -DSYSHAX_SANITIZE=$kind
-        for program in $programs "moe_test $length"; do
+        for program in $programs "moe_test $length" "ring_fuzz ring --seconds 2" "ring_fuzz dispatcher --seconds 5"; do
             # shellcheck disable=SC2086
             run build/sanitize-${kind%,*}/$program
         done
     done
 }
 
+# clang of any version, or nothing.
+find_clang() {
+    local name
+    for name in clang++ clang++-{21..14}; do
+        command -v "$name" >/dev/null && { echo "$name"; return; }
+    done
+}
+
+build_fuzz() {
+    local clang; clang=$(find_clang)
+    export TARGET=ring_fuzz
+    say "building the fuzz targets"
+    build build/sanitize-address -DSYSHAX_SANITIZE=address,undefined
+    [ "$length" = full ] || return 0
+    build build/fuzz
+    [ -z "$clang" ] || build build/libfuzzer -DSYSHAX_LIBFUZZER=ON -DSYSHAX_SANITIZE=address,undefined \
+        -DCMAKE_CXX_COMPILER="$clang" -DCMAKE_C_COMPILER="${clang/++/}"
+}
+
 case "$mode/$length" in
     arm/full|arm/short) test_arm ;;
     sanitize/full|sanitize/short) test_sanitize ;;
-    *) sed -n '2,9p' "$0"; exit 2 ;;
+    fuzz/full|fuzz/short) build_fuzz ;;
+    *) sed -n '2,10p' "$0"; exit 2 ;;
 esac

@@ -138,18 +138,27 @@ static int enter(syshax_client* client) {
   return SYSHAX_CLIENT_DAEMON_LOST;
 }
 
+/* begin + size <= end, and both on pages, without a sum that could wrap. */
+static int area_fits(uint64_t begin, uint64_t size, uint64_t end) {
+  return begin % SYSHAX_RING_PAGE == 0 && end % SYSHAX_RING_PAGE == 0 && begin <= end && size <= end - begin;
+}
+
+/* The daemon is trusted with the data, not with this process's memory: a header of another build must not lead outside.
+ */
 static int areas_fit(const syshax_ring_header* h, uint64_t bytes) {
   if (h->num_slots < 1 || h->num_slots > SYSHAX_RING_MAX_SLOTS || (h->element_bytes != 2 && h->element_bytes != 4))
     return 0;
   uint64_t rows = (uint64_t)h->max_tokens * h->hidden_size, wide = (uint64_t)h->max_tokens * h->top_k;
   if (rows == 0 || wide == 0 || rows > UINT64_MAX / 64 || wide > UINT64_MAX / 64) return 0;
-  if (h->total_bytes > bytes || h->slot_bytes > h->total_bytes) return 0;
-  return h->requests_offset >= sizeof(*h) && h->requests_offset + 64u * h->num_slots <= h->completions_offset &&
-         h->completions_offset + 64u * h->num_slots <= h->slots_offset && h->slots_offset <= h->total_bytes &&
-         h->slot_bytes * h->num_slots <= h->total_bytes - h->slots_offset && rows * h->element_bytes <= h->ids_offset &&
-         h->ids_offset <= h->slot_bytes && h->ids_offset + wide * 4 <= h->weights_offset &&
-         h->weights_offset + wide * 4 <= h->output_offset && h->output_offset <= h->slot_bytes &&
-         rows * h->element_bytes <= h->slot_bytes - h->output_offset;
+  uint64_t queue = (uint64_t)h->num_slots * 64;
+  if (h->total_bytes > bytes || h->slots_offset > h->total_bytes) return 0;
+  if (h->slot_bytes > (h->total_bytes - h->slots_offset) / h->num_slots) return 0;
+  rows *= h->element_bytes;
+  wide *= 4;
+  return h->requests_offset >= sizeof(*h) && area_fits(h->requests_offset, queue, h->completions_offset) &&
+         area_fits(h->completions_offset, queue, h->slots_offset) && area_fits(0, rows, h->ids_offset) &&
+         area_fits(h->ids_offset, wide, h->weights_offset) && area_fits(h->weights_offset, wide, h->output_offset) &&
+         area_fits(h->output_offset, rows, h->slot_bytes);
 }
 
 static int map_ring(syshax_client* client, int shm_fd) {
