@@ -247,8 +247,8 @@ class Play {
 
   void step() {
     uint8_t what = script_.byte();
-    if (what < 200) return current().memory().act(script_);
-    switch (what % 8) {
+    if (what < 198) return current().memory().act(script_);
+    switch (what % 11) {
       case 0:
         return world_.honest_asks(script_.byte());
       case 1:
@@ -263,6 +263,11 @@ class Play {
       case 6:
         sched_yield();
         return;
+      case 7:
+        return world_.dispatcher.end_session(current().id(), SYSHAX_RING_BROKEN_QUEUE + script_.below(4));
+      case 8:
+      case 9:
+        return schedule();
       default:
         ++current_;
     }
@@ -280,6 +285,15 @@ class Play {
     world_.scribbler.stop();
     sessions_[current_ % sessions_.size()].reset();
     sessions_[current_ % sessions_.size()] = std::make_unique<Hostile>(world_, script_, model_);
+  }
+
+  // What an administrator may change meanwhile; the honest session's class stays, its weight is at least 1.
+  void schedule() {
+    try {
+      if (script_.below(4) == 0) world_.dispatcher.set_class_weights({script_.byte(), script_.byte(), script_.byte()});
+      world_.dispatcher.configure_session(current().id(), syshax::Priority{script_.below(4)}, script_.below(104));
+    } catch (const syshax::CoreError&) {
+    }
   }
 
   void unload() {
@@ -311,16 +325,16 @@ std::vector<Bytes> dispatcher_seeds() {
   for (uint8_t action = 0; action < HostileMemory::kActions; ++action) {
     Bytes seed = sessions;
     for (uint8_t round = 0; round < 5; ++round) {
-      seed.insert(seed.end(), {0, action, round, 2, 1, 0, 1, 1, 0});     // the action, its words
-      seed.insert(seed.end(), {0, 0, round, 1, 2, 1, 0, 1});             // a request that is legal
-      seed.push_back(static_cast<uint8_t>(200 + (action + round) % 8));  // one of the world's steps
+      seed.insert(seed.end(), {0, action, round, 2, 1, 0, 1, 1, 0});      // the action, its words
+      seed.insert(seed.end(), {0, 0, round, 1, 2, 1, 0, 1});              // a request that is legal
+      seed.push_back(static_cast<uint8_t>(198 + (action + round) % 11));  // one of the world's steps
     }
     seeds.push_back(seed);
   }
   for (uint8_t area : {0, 40, 80, 120}) {  // requests while another thread rewrites header, queue, completions, slots
     Bytes seed = sessions;
-    seed.insert(seed.end(), {202, 200, area, area, 0, 0, 16, 0, 0xff});
-    for (uint8_t round = 0; round < 8; ++round) seed.insert(seed.end(), {0, 0, round, 1, 2, 1, 0, 1, 201});
+    seed.insert(seed.end(), {200, 200, area, area, 0, 0, 16, 0, 0xff});
+    for (uint8_t round = 0; round < 8; ++round) seed.insert(seed.end(), {0, 0, round, 1, 2, 1, 0, 1, 210});
     seeds.push_back(seed);
   }
   return seeds;

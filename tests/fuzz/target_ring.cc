@@ -41,7 +41,7 @@ void serve(syshax::RingServer& ring, Script& script) {
   }
   ring.set_heartbeat(script.byte());
   ring.set_parked(script.below(2));
-  if (ring.client_heartbeat() + ring.client_wait_ns() == 1) ring.set_closing();
+  if (ring.client_heartbeat() + ring.client_wait_ns() == 1) ring.set_closing(script.number());
 }
 
 }  // namespace
