@@ -112,6 +112,12 @@ class HardwareError(SyshaxError):
     code, http_status, exit_code = "hardware", 422, 2
 
 
+class SessionEndedError(SyshaxError):
+    """The daemon ended this session for good: kicked, or its client broke the ring. It does not attach again by itself."""
+
+    code, http_status, exit_code = "session_ended", 410, 6
+
+
 class CancelledError(SyshaxError):
     code, http_status, exit_code = "cancelled", 409, 6
 

@@ -120,6 +120,25 @@ static int connection_lost(syshax_client* client) {
   return recv(client->connection_fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0;
 }
 
+static uint32_t closing_of(syshax_client* client) {
+  return __atomic_load_n(&header_of(client)->closing, __ATOMIC_ACQUIRE);
+}
+
+/* 0 while the daemon serves the session. Memory alone: the connection may end later than the session, or before. */
+static int ended(syshax_client* client) {
+  uint32_t closing = closing_of(client);
+  if (closing <= SYSHAX_RING_DRAINING) return 0;
+  return closing == SYSHAX_RING_STOPPED ? SYSHAX_CLIENT_DAEMON_LOST : SYSHAX_CLIENT_ENDED;
+}
+
+/* 0 while an answer may still come. A connection that ended may have ended with the session: the reason is in memory
+ * before the connection ends. */
+static int lost(syshax_client* client) {
+  if (__atomic_load_n(&client->closed, __ATOMIC_ACQUIRE)) return SYSHAX_CLIENT_DAEMON_LOST;
+  int gone = connection_lost(client), error = ended(client);
+  return error || !gone ? error : SYSHAX_CLIENT_DAEMON_LOST;
+}
+
 /* ---- lifetime ---------------------------------------------------------------------------------------------------- */
 
 static void drop(syshax_client* client) {
@@ -240,6 +259,8 @@ EXPORT const char* syshax_client_error_name(int error) {
       return "system";
     case SYSHAX_CLIENT_FORKED:
       return "forked";
+    case SYSHAX_CLIENT_ENDED:
+      return "ended";
     default:
       return "unknown";
   }
@@ -259,6 +280,13 @@ EXPORT void syshax_client_get_layout(syshax_client* client, syshax_client_layout
                                    .session_id = h->session_id,
                                    .total_bytes = h->total_bytes};
   memcpy(layout->boot_id, h->boot_id, sizeof(layout->boot_id));
+}
+
+EXPORT uint32_t syshax_client_closing(syshax_client* client) {
+  if (enter(client) != 0) return SYSHAX_RING_OPEN;
+  uint32_t closing = closing_of(client);
+  drop(client);
+  return closing;
 }
 
 EXPORT void* syshax_client_base(syshax_client* client, uint64_t* bytes) {
@@ -337,7 +365,8 @@ static int acquire(syshax_client* client, uint64_t deadline, uint32_t* slot) {
     uint32_t seen = __atomic_load_n(&client->free_seq, __ATOMIC_SEQ_CST);
     uint64_t step = reclaim(client) ? ABANDONED_STEP_NS : STEP_NS;
     if (take_free(client, slot)) return 0;
-    if (__atomic_load_n(&client->closed, __ATOMIC_ACQUIRE) || connection_lost(client)) return SYSHAX_CLIENT_DAEMON_LOST;
+    int error = lost(client);
+    if (error) return error;
     uint64_t now = now_ns();
     if (now >= deadline) return SYSHAX_CLIENT_TIMEOUT;
     beat(client);
@@ -396,6 +425,10 @@ EXPORT int syshax_client_submit(syshax_client* client, uint32_t slot, uint32_t l
                                 uint32_t top_k, uint32_t dtype, uint64_t* tag) {
   int error = enter(client);
   if (error) return error;
+  if ((error = ended(client)) != 0) {
+    drop(client);
+    return error;
+  }
   uint32_t held = SLOT_HELD;
   if (slot >= client->layout.num_slots || !__atomic_compare_exchange_n(&client->slots[slot].phase, &held, SLOT_BUSY, 0,
                                                                        __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
@@ -447,8 +480,8 @@ static int wait_for(syshax_client* client, uint32_t slot, uint64_t tag, uint64_t
       futex_wait(&completion->state, seen, deadline - now < STEP_NS ? deadline - now : STEP_NS, 0);
     __atomic_fetch_sub(&completion->waiters, 1, __ATOMIC_SEQ_CST);
     if (completed(client, slot, tag)) return 0;
-    if (__atomic_load_n(&client->closed, __ATOMIC_ACQUIRE) || connection_lost(client))
-      return completed(client, slot, tag) ? 0 : SYSHAX_CLIENT_DAEMON_LOST;
+    int error = lost(client);
+    if (error) return completed(client, slot, tag) ? 0 : error;
   }
 }
 

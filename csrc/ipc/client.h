@@ -21,7 +21,8 @@ enum syshax_client_error {
   SYSHAX_CLIENT_BAD_ARGUMENT = -3,
   SYSHAX_CLIENT_BAD_RING = -4, /* magic, version or size are not what this library knows */
   SYSHAX_CLIENT_SYSTEM = -5,   /* errno tells */
-  SYSHAX_CLIENT_FORKED = -6    /* opened before a fork: a child must attach for itself */
+  SYSHAX_CLIENT_FORKED = -6,   /* opened before a fork: a child must attach for itself */
+  SYSHAX_CLIENT_ENDED = -7     /* the daemon ended this session for good; syshax_client_closing tells why */
 };
 
 typedef struct syshax_client syshax_client;
@@ -63,6 +64,9 @@ void syshax_client_get_layout(syshax_client* client, syshax_client_layout* layou
 /* The mapping, for page-locking it: base address and bytes. */
 void* syshax_client_base(syshax_client* client, uint64_t* bytes);
 uint32_t syshax_client_num_slots(syshax_client* client);
+
+/* Why the daemon ended the session, or is about to: syshax_ring_closing. Memory that was truncated tells nothing. */
+uint32_t syshax_client_closing(syshax_client* client);
 
 /* Takes a free slot, waiting up to timeout_ns (SYSHAX_CLIENT_FOREVER: until there is one or the daemon is lost). */
 int syshax_client_acquire(syshax_client* client, uint64_t timeout_ns, uint32_t* slot);

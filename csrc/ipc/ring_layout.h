@@ -40,14 +40,15 @@ enum syshax_ring_status {
   SYSHAX_RING_INTERNAL = 7
 };
 
-/* The header's `closing`: whether and why the daemon serves this session no more. */
+/* The header's `closing`: whether and why the daemon serves this session no more; above 1 it stays. A client that reads a
+ * number that it does not know has an ended session and must not attach again by itself. */
 enum syshax_ring_closing {
   SYSHAX_RING_OPEN = 0,
   SYSHAX_RING_DRAINING = 1,     /* the daemon ends or begins anew: attach again */
   SYSHAX_RING_BROKEN_QUEUE = 2, /* the client named a slot that does not exist, a tag of 0, or too high a submit_tail */
   SYSHAX_RING_TRUNCATED = 3,    /* the client cut its memory short */
   SYSHAX_RING_KICKED = 4,       /* an administrator ended it */
-  SYSHAX_RING_STOPPED = 5       /* its process was stopped for too long */
+  SYSHAX_RING_STOPPED = 5       /* its process was stopped for too long: attach again */
 };
 
 typedef struct syshax_ring_request {

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import syshax
+from syshax.protocol import Closing
 from syshaxd import _core
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,6 +39,9 @@ def test_the_documentation_tells_the_same_offsets() -> None:
     assert len(statuses) == 8
     for value, name in statuses:
         assert GOLDEN["constants"][name] == int(value)
+    ends = re.findall(r"^\| (\d) \| `SYSHAX_RING_(\w+)`, closing \|", text, re.M)
+    assert {name: int(value) for value, name in ends} == {end.name: end.value for end in Closing}
+    assert all(GOLDEN["constants"][end.name] == end.value for end in Closing)
 
 
 def library() -> Path:
