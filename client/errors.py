@@ -113,7 +113,7 @@ class HardwareError(SyshaxError):
 
 
 class SessionEndedError(SyshaxError):
-    """The daemon ended this session for good: kicked, or its client broke the ring. It does not attach again by itself."""
+    """The daemon ended this session for good: it was kicked, or its client broke the ring."""
 
     code, http_status, exit_code = "session_ended", 410, 6
 

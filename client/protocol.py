@@ -7,7 +7,7 @@ refused in requests, so that a typing error in a request is never silently dropp
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -60,9 +60,26 @@ ModelOrigin = Literal["checkpoint", "restart", "cache"]
 
 
 class Priority(StrEnum):
+    """Class of a session, highest first; `code` is the core's. Weights are the daemon's configuration."""
+
     INTERACTIVE = "interactive"
     NORMAL = "normal"
     BATCH = "batch"
+
+    @property
+    def code(self) -> int:
+        return {"interactive": 0, "normal": 1, "batch": 2}[self.value]
+
+
+class Closing(IntEnum):
+    """syshax_ring_closing: why a session ends or has ended, as the ring's header says. docs/RING.md."""
+
+    OPEN = 0
+    DRAINING = 1
+    BROKEN_QUEUE = 2
+    TRUNCATED = 3
+    KICKED = 4
+    STOPPED = 5
 
 
 class Request(BaseModel):
@@ -197,6 +214,8 @@ class SessionInfo(Answer):
     pid: int
     uid: int
     priority: Priority
+    share: int = 100
+    """Percent of the data plane's time that it may take; 100: no limit."""
     attached_seconds: float
     max_tokens: int
     num_slots: int
@@ -205,8 +224,21 @@ class SessionInfo(Answer):
     tokens: int
     errors: int
     in_flight: int
+    tokens_in_flight: int = 0
     queued_ms_total: float
     compute_ms_total: float
+    use: float = 0.0
+    """Part of the data plane's time that was spent on it in the last seconds, 0 to 1."""
+    wait_ms_p50: float = 0.0
+    """From a request's arrival to its start, over the last requests."""
+    wait_ms_p99: float = 0.0
+    service_ms_p50: float = 0.0
+    """From a request's start to its answer: computing, and others' slices between its own."""
+    service_ms_p99: float = 0.0
+    batched: int = 0
+    """Requests that were computed together with another session's."""
+    throttled_ms_total: float = 0.0
+    """Time in which it had work and its share was used up."""
     client_wait_ms_total: float = 0.0
     """From submit to seeing the answer, as the client measured: queue, compute and the ring's own time."""
     last_active_seconds: float
@@ -217,6 +249,13 @@ class SessionInfo(Answer):
 class SessionsAnswer(Answer):
     boot_id: str
     sessions: list[SessionInfo]
+
+
+class SessionChange(Request):
+    """PATCH /v1/sessions/{id}: what is left out stays. Holds as long as the session."""
+
+    priority: Priority | None = None
+    share: int | None = Field(default=None, ge=1, le=100)
 
 
 class NodeInfo(Answer):
@@ -435,6 +474,7 @@ ROUTES: dict[str, str] = {
     "DELETE /v1/models/{name}": "UnloadAnswer; ?force=1 ends its sessions, also cancels a load",
     "POST /v1/restart": "RestartRequest -> RestartAnswer (202)",
     "GET /v1/sessions": "SessionsAnswer",
+    "PATCH /v1/sessions/{session_id}": "SessionChange -> SessionInfo",
     "DELETE /v1/sessions/{session_id}": "ends one session",
     "GET /v1/topology": "TopologyAnswer",
     "GET /v1/kernels": "KernelsAnswer",

@@ -20,14 +20,18 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_uint8, c_uint16, 
 from enum import IntEnum
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from syshax.endings import ending
 from syshax.errors import (
-    DaemonLostError,
     InternalError,
     InvalidArgumentError,
     RequestTimeoutError,
     SyshaxError,
     VersionError,
+    error_from_code,
 )
+from syshax.protocol import ATTACH_MESSAGE_BYTES, ErrorAnswer
 
 LIBRARY_VARIABLE = "SYSHAX_CLIENT_LIBRARY"
 _ABI = 1
@@ -57,6 +61,7 @@ class _Code(IntEnum):
     BAD_RING = -4
     SYSTEM = -5
     FORKED = -6
+    ENDED = -7
 
 
 class Result(ctypes.Structure):
@@ -116,6 +121,7 @@ _SIGNATURES: dict[str, tuple[object, Sequence[object]]] = {
     "shutdown": (None, [c_void_p]),
     "close": (None, [c_void_p]),
     "get_layout": (None, [c_void_p, POINTER(Layout)]),
+    "closing": (c_uint32, [c_void_p]),
     "base": (c_void_p, [c_void_p, POINTER(c_uint64)]),
     "acquire": (c_int, [c_void_p, c_uint64, POINTER(c_uint32)]),
     "hidden_states": (c_void_p, [c_void_p, c_uint32]),
@@ -171,8 +177,6 @@ def _error(code: int, doing: str, timeout: float | None = None) -> SyshaxError:
     if code == _Code.TIMEOUT:
         after = "" if timeout is None else f" within {timeout:g} s"
         return RequestTimeoutError(f"{doing}: no answer{after}", "is syshaxd stopped, or busy with other sessions?")
-    if code == _Code.DAEMON_LOST:
-        return DaemonLostError(f"{doing}: the connection to syshaxd ended", "open the model again")
     if code == _Code.FORKED:
         return InvalidArgumentError(f"{doing}: the model was opened before this process forked", "open it in the child")
     if code == _Code.BAD_RING:
@@ -208,6 +212,22 @@ class Ring:
         self.layout = Layout()
         self._library.get_layout(self._handle, byref(self.layout))
         _rings.add(self)
+
+    def _error(self, code: int, doing: str, timeout: float | None = None) -> SyshaxError:
+        """A call's error; of a session that is over, the daemon's last word about it, else what the header says."""
+        if code not in (_Code.DAEMON_LOST, _Code.ENDED):
+            return _error(code, doing, timeout)
+        error = self._last_word() or ending(self._library.closing(self._handle))
+        return type(error)(f"{doing}: {error.message}", error.hint)
+
+    def _last_word(self) -> SyshaxError | None:
+        """Left in the socket for the other threads that lost the session too."""
+        try:
+            data = self._connection.recv(ATTACH_MESSAGE_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            said = ErrorAnswer.model_validate_json(data).error
+        except (OSError, ValidationError):
+            return None
+        return error_from_code(said.code, said.message, said.hint)
 
     def shutdown(self) -> None:
         """Ends the lease; calls that wait in other threads raise DaemonLostError."""
@@ -254,7 +274,7 @@ class Ring:
             byref(result),
         )
         if code != 0:
-            raise _error(code, f"layer {layer}", timeout)
+            raise self._error(code, f"layer {layer}", timeout)
         return result
 
     def acquire(self, timeout: float | None) -> Slot:
@@ -262,7 +282,7 @@ class Ring:
         index = c_uint32()
         code = self._library.acquire(self._handle, _nanoseconds(timeout), byref(index))
         if code != 0:
-            raise _error(code, "waiting for a free slot", timeout)
+            raise self._error(code, "waiting for a free slot", timeout)
         return Slot(self, index.value)
 
     def _leave_in_child(self) -> None:
@@ -305,7 +325,7 @@ class Slot:
         ring = self._ring
         code = ring._library.submit(ring._handle, self.index, layer, num_tokens, top_k, dtype_code, byref(self._tag))
         if code != 0:
-            raise _error(code, f"submitting layer {layer}")
+            raise ring._error(code, f"submitting layer {layer}")
 
     def wait(self, timeout: float | None) -> Result:
         """The completion of what was submitted; after RequestTimeoutError it may be waited for again."""
@@ -313,7 +333,7 @@ class Slot:
         result = Result()
         code = ring._library.wait(ring._handle, self.index, self._tag, _nanoseconds(timeout), byref(result))
         if code != 0:
-            raise _error(code, "waiting for the result", timeout)
+            raise ring._error(code, "waiting for the result", timeout)
         return result
 
     def release(self) -> None:

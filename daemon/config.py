@@ -203,6 +203,21 @@ class LimitsConfig(Section):
         65536, "Largest number of tokens in one request that a session may ask for.", live=True, ge=1, le=1 << 20
     )
     slots: int = _key(16, "Requests that one session may have in flight (slots of its ring).", live=True, ge=1, le=64)
+    tokens_in_flight: int = _key(
+        131072,
+        "Tokens that one session may have in flight: its slots, each with a request of the largest size.",
+        live=True,
+        ge=1,
+        le=1 << 26,
+    )
+    user_part: int = _key(
+        75,
+        "Percent of `sessions` and of `shared_memory_total` that one user may take, so that others are left some. Root "
+        "and the daemon's own user may take all.",
+        live=True,
+        ge=1,
+        le=100,
+    )
     shared_memory_per_session: Size = _key("4GiB", "Shared memory of one session's ring.", live=True)
     shared_memory_total: Size = _key("32GiB", "Shared memory of all sessions' rings together.", live=True)
     control_body: Size = _key("1MiB", "Largest body of a control request.", live=True)
@@ -217,6 +232,40 @@ class LimitsConfig(Section):
     drain_seconds: int = _key(
         20, "Seconds that a stop waits for requests that were accepted.", live=True, ge=0, le=3600
     )
+
+
+ClassName = Literal["interactive", "normal", "batch"]
+Weight = Annotated[int, Field(ge=1, le=1000)]
+
+
+class SchedulingConfig(Section):
+    """Who computes first when sessions compete. A session (one worker) has a class; idle classes cost nothing."""
+
+    interactive: Weight = _key(
+        16,
+        "Weight of interactive sessions: classes that compete share the time by their weights.",
+        live=True,
+    )
+    normal: Weight = _key(4, "Weight of normal sessions, and of those that ask for no class.", live=True)
+    batch: Weight = _key(1, "Weight of batch sessions.", live=True)
+    highest: ClassName = _key(
+        "interactive",
+        "Highest class that a client may ask for when it attaches; more is refused. Administrators may give any "
+        "attached session any class (syshaxctl sessions set).",
+        live=True,
+    )
+    share: int = _key(
+        100,
+        "Percent of the data plane's time that one session may take, also when nobody else wants it. Holds at once for "
+        "attached sessions, but for those that `syshaxctl sessions set` gave another. 100: no limit.",
+        live=True,
+        ge=1,
+        le=100,
+    )
+
+    def weights(self) -> list[int]:
+        """As the core wants them, highest class first."""
+        return [self.interactive, self.normal, self.batch]
 
 
 class LoggingConfig(Section):
@@ -279,6 +328,7 @@ class Config(Section):
     cache: CacheConfig = _table(CacheConfig)
     accelerator: AcceleratorConfig = _table(AcceleratorConfig)
     limits: LimitsConfig = _table(LimitsConfig)
+    scheduling: SchedulingConfig = _table(SchedulingConfig)
     logging: LoggingConfig = _table(LoggingConfig)
     access: AccessConfig = _table(AccessConfig)
     models: dict[Name, ModelConfig] = Field({}, description=_description(ModelConfig))

@@ -102,7 +102,7 @@ class DaemonCollector(Collector):
             yield family
 
     def _work(self) -> Iterator[Metric]:
-        totals = self._parts.sessions.totals()
+        totals = self._parts.sessions.by_model()
         rows: list[tuple[str, str, dict[str, float]]] = [
             ("syshax_requests", "Requests of sessions.", {name: t.requests for name, t in totals.items()}),
             ("syshax_tokens", "Tokens in them.", {name: t.tokens for name, t in totals.items()}),

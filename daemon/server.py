@@ -124,6 +124,7 @@ class Server:
         self._notifier = Notifier()
         self._stop = asyncio.Event()
         self._restart, self._drains = False, True
+        self._rescheduling: asyncio.Future[None] | None = None
         self.serving = asyncio.Event()
         """Set when both sockets are served."""
 
@@ -150,6 +151,7 @@ class Server:
         raise_open_files_limit()
         with core_errors(self._core):
             parts.runtime.start()
+            await parts.sessions.apply_configuration()
         attach = asyncio.create_task(parts.sessions.serve(self._listeners.attach), name="attach")
         control = await self._serve_control()
         caretaker = asyncio.create_task(self._look_after(), name="caretaker")
@@ -223,7 +225,7 @@ class Server:
             if time.monotonic() >= next_sample:
                 next_sample = time.monotonic() + SAMPLE_SECONDS
                 self._reporter.sample()
-                self.parts.sessions.look_after()
+                await self.parts.sessions.look_after()
                 self._notifier.status(self._status_line())
             if watchdog and self.parts.runtime.stats()["heartbeat_age_ns"] / 1e9 < watchdog:
                 self._notifier.alive()
@@ -250,6 +252,8 @@ class Server:
         config = self._config.current()
         if config.logging != before.logging:
             set_up_logging(config.logging)
+        if config.scheduling != before.scheduling:
+            self._rescheduling = asyncio.ensure_future(self.parts.sessions.apply_configuration())
         known = frozenset(name for name, model in before.models.items() if model.autoload)
         self.parts.registry.autoload(known)
         log.info("configuration changed: %s", answer.message)

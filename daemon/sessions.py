@@ -2,8 +2,9 @@
 
 Owns everything between a connection on the attach socket and the data plane's serving of its ring. A session is one
 connection, served by one coroutine from accept to the end of the lease: receive the request, check it, make the memory,
-hand over descriptors, then wait for the connection to end. To end a session from here is to shut its connection
-down; the coroutine then does what it does when the client goes. What the ring holds is the core's business.
+hand over descriptors, then wait for the connection to end. To end a session from here is to have the core write why
+into its ring and to shut its connection down; the coroutine then does what it does when the client goes. What the ring
+holds is the core's business, limits are admission.py's.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
+from syshax.endings import ending
 from syshax.errors import (
     FingerprintError,
     InternalError,
@@ -31,66 +32,29 @@ from syshax.protocol import (
     ATTACH_MESSAGE_BYTES,
     AttachAnswer,
     AttachRequest,
+    Closing,
+    Priority,
     RingLayout,
+    SessionChange,
     SessionInfo,
 )
+from syshaxd.admission import check_limits
 from syshaxd.attach import parse_request, refusal, reserve_shared_memory
 from syshaxd.config import Config
 from syshaxd.core import Core, CoreModel, CoreRuntime, core_errors
 from syshaxd.machine import process_is_stopped
 from syshaxd.peers import Peer, peer_of
 from syshaxd.planner import Plan, client_spin_us
-from syshaxd.quantities import human_size
 from syshaxd.registry import Entry, Registry
+from syshaxd.session import Session
+from syshaxd.session_totals import Ledger, Totals
+from syshaxd.waiting import Waiting
 
 log = logging.getLogger(__name__)
 REQUEST_SECONDS = 5.0
 """How long a connection may take to say what it wants."""
-WAITING_CONNECTIONS = 64
-"""Connections that have not said it yet; more wait in the kernel's queue."""
-
-
-@dataclass
-class Totals:
-    """What ended sessions of one model did, so that counters never go back."""
-
-    requests: int = 0
-    tokens: int = 0
-    errors: int = 0
-    queued_ns: int = 0
-    compute_ns: int = 0
-
-    def add(self, stats: dict[str, Any]) -> None:
-        for name in ("requests", "tokens", "errors", "queued_ns", "compute_ns"):
-            setattr(self, name, getattr(self, name) + int(stats.get(name, 0)))
-
-
-@dataclass(eq=False)
-class Session:
-    """One attached client."""
-
-    session_id: int
-    entry: Entry
-    model: CoreModel
-    request: AttachRequest
-    peer: Peer
-    connection: socket.socket
-    layout: dict[str, int]
-    attached_at: float = field(default_factory=time.monotonic)
-    end_reason: str = ""
-    heartbeat: int = -1
-    heartbeat_since: float = field(default_factory=time.monotonic)
-    stale: bool = False
-
-    @property
-    def shm_bytes(self) -> int:
-        return self.layout["total_bytes"]
-
-    def end(self, reason: str) -> None:
-        """Shuts the connection down: the client sees that its lease is over, the session's coroutine cleans up."""
-        self.end_reason = self.end_reason or reason
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+CORE_SECONDS = 2.0
+"""How long the end of a session waits for the data plane, which may stand still, to write why."""
 
 
 class Sessions:
@@ -110,10 +74,10 @@ class Sessions:
         self._sessions: dict[int, Session] = {}
         self._next_id = 1
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pending: set[socket.socket] = set()
-        self._waiting = asyncio.Semaphore(WAITING_CONNECTIONS)
+        self._waiting = Waiting()
+        self._changing = asyncio.Lock()
         self._closing = False
-        self.ended: dict[str, Totals] = {}
+        self._ledger = Ledger()
         registry.end_sessions = self.end_of_model
 
     # ---------------------------------------------------------------- accepting
@@ -122,33 +86,28 @@ class Sessions:
         """Accepts until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._waiting.acquire()
             try:
                 connection, _ = await loop.sock_accept(listener)
             except OSError as error:
-                self._waiting.release()
                 log.error("a client could not be accepted: %s", error.strerror)
                 await asyncio.sleep(0.2)
                 continue
-            except BaseException:
-                self._waiting.release()
-                raise
             task = loop.create_task(self._connection(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(0)  # the new one is read before the next is accepted, however many wait
 
     async def _connection(self, connection: socket.socket) -> None:
         with connection:
             session = None
-            self._pending.add(connection)
             try:
                 try:
                     connection.setblocking(False)
                     peer = peer_of(connection)
+                    self._waiting.enter(connection, peer.uid)
                     request = await self._receive(connection)
                 finally:
-                    self._pending.discard(connection)
-                    self._waiting.release()
+                    self._waiting.leave(connection)
                 if request is not None:
                     session = self._admit(request, peer, connection)
                     await self._attach(session)
@@ -198,8 +157,8 @@ class Sessions:
                 f"fingerprints: client {request.fingerprint[:16]}, daemon {entry.facts.fingerprint[:16]}",
             )
         layout = self._layout(request, entry, entry.model)
-        self._check_limits(request, layout["total_bytes"])
-        session = Session(self._next_id, entry, entry.model, request, peer, connection, layout)
+        check_limits(request, layout["total_bytes"], peer, self, self._config())
+        session = Session(self._next_id, entry, entry.model, request, peer, connection, layout, request.priority)
         self._next_id += 1
         self._sessions[session.session_id] = session
         entry.sessions.add(session.session_id)
@@ -216,31 +175,14 @@ class Sessions:
                 model, request.max_tokens, top_k, request.dtype.bytes, request.num_slots
             )
 
-    def _check_limits(self, request: AttachRequest, shm_bytes: int) -> None:
-        limits = self._config().limits
-        held = sum(session.shm_bytes for session in self._sessions.values())
-        rows: list[tuple[str, int, int, str]] = [
-            ("max_tokens", request.max_tokens, limits.tokens_per_session, "tokens_per_session"),
-            ("num_slots", request.num_slots, limits.slots, "slots"),
-            ("the session's memory", shm_bytes, limits.shared_memory_per_session, "shared_memory_per_session"),
-            ("all sessions' memory", held + shm_bytes, limits.shared_memory_total, "shared_memory_total"),
-            ("the number of sessions", len(self._sessions) + 1, limits.sessions, "sessions"),
-        ]
-        for what, wanted, allowed, key in rows:
-            if wanted > allowed:
-                text = human_size if "memory" in key else str
-                raise LimitError(
-                    f"{what} would be {text(wanted)}, limits.{key} allows {text(allowed)}",
-                    f"ask for less, or raise it: syshaxctl config set limits.{key} ...",
-                )
-
     async def _attach(self, session: Session) -> None:
         """Makes the memory, has the data plane serve it, and hands it over."""
         doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         memory = -1
         try:
             memory = await asyncio.to_thread(reserve_shared_memory, session.shm_bytes)
-            await asyncio.to_thread(self._add, session, memory, doorbell)
+            async with self._changing:  # a change that comes meanwhile comes after it
+                await asyncio.to_thread(self._add, session, memory, doorbell)
             answer = self._answer(session).model_dump_json().encode()
             with suppress(OSError):  # the client left meanwhile: the lease ends at once
                 socket.send_fds(session.connection, [answer], [memory, doorbell])
@@ -270,6 +212,8 @@ class Sessions:
                 request.dtype.bytes,
                 request.num_slots,
                 client_spin_us(self._plan, frozenset(request.cpus)),
+                session.priority.code,
+                self.share(session),
             )
 
     def _answer(self, session: Session) -> AttachAnswer:
@@ -302,7 +246,7 @@ class Sessions:
         try:
             await asyncio.to_thread(self._runtime.remove_session, session.session_id)
         finally:
-            self.ended.setdefault(session.entry.name, Totals()).add(stats)
+            self._ledger.close(session, stats)
             del self._sessions[session.session_id]
             session.entry.sessions.discard(session.session_id)
             log.info(
@@ -312,29 +256,67 @@ class Sessions:
                 },
             )  # fmt: skip
 
-    def end(self, session_id: int, reason: str) -> Session:
-        session = self.get(session_id)
-        session.end(reason)
-        return session
+    async def end(self, session: Session, closing: Closing, reason: str) -> None:
+        """The data plane serves it no more and its ring says why; then its client hears it, and the lease ends."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CORE_SECONDS):
+                await asyncio.to_thread(self._runtime.end_session, session.session_id, closing.value)
+        session.hang_up(reason, ending(closing, reason))
 
     def end_of_model(self, entry: Entry, reason: str) -> None:
         for session_id in list(entry.sessions):
-            self._sessions[session_id].end(reason)
+            self._sessions[session_id].hang_up(reason)
 
     async def close(self, reason: str) -> None:
         """Ends all sessions and waits until nothing touches their memory."""
         self._closing = True
         for session in list(self._sessions.values()):
-            session.end(reason)
-        for connection in self._pending:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            session.hang_up(reason)
+        self._waiting.end_all()
         waiting = [task for task in self._tasks if not task.done()]
         if waiting:
             await asyncio.wait(waiting, timeout=REQUEST_SECONDS)
 
     def refuse_new(self) -> None:
         self._closing = True
+
+    # ------------------------------------------------------------------ classes
+
+    def share(self, session: Session) -> int:
+        """Percent of the data plane's time that it may take."""
+        return session.own_share or self._config().scheduling.share
+
+    async def apply_configuration(self) -> None:
+        """The classes' weights and every session's share as they are configured now."""
+        async with self._changing:
+            await asyncio.to_thread(self._runtime.set_class_weights, self._config().scheduling.weights())
+            for session in self:
+                await self._configure(session)
+
+    def only_lowers(self, session: Session, change: SessionChange) -> bool:
+        return (change.priority or session.priority).code >= session.priority.code and (
+            change.share is None or change.share <= self.share(session)
+        )
+
+    async def change(self, session: Session, change: SessionChange) -> SessionInfo:
+        """Another class or share, for as long as the session lasts."""
+        async with self._changing:
+            if change.priority is not None and change.priority is not session.priority:
+                self._ledger.reclass(session, self.core_stats().get(session.session_id, {}))
+                session.priority = change.priority
+            if change.share is not None:
+                session.own_share = change.share
+            await self._configure(session)
+        log.info(
+            "session %d is %s now, share %d %%", session.session_id, session.priority.value, self.share(session),
+            extra={"session": session.session_id},
+        )  # fmt: skip
+        return self._info(session, self.core_stats().get(session.session_id, {}))
+
+    async def _configure(self, session: Session) -> None:
+        await asyncio.to_thread(
+            self._runtime.configure_session, session.session_id, session.priority.code, self.share(session)
+        )
 
     # ------------------------------------------------------------------ looking
 
@@ -354,50 +336,62 @@ class Sessions:
 
     def infos(self) -> list[SessionInfo]:
         stats = self.core_stats()
-        return [_info(session, stats.get(session.session_id, {})) for session in self]
+        return [self._info(session, stats.get(session.session_id, {})) for session in self]
 
-    def totals(self) -> dict[str, Totals]:
-        """For each model, over ended and living sessions."""
-        sums = {name: Totals(**vars(totals)) for name, totals in self.ended.items()}
-        stats = self.core_stats()
-        for session in self:
-            sums.setdefault(session.entry.name, Totals()).add(stats.get(session.session_id, {}))
-        return sums
+    def by_model(self) -> dict[str, Totals]:
+        """What ended and living sessions did."""
+        return self._ledger.by_model(self, self.core_stats())
 
-    def look_after(self) -> None:
-        """Called every few seconds: ends sessions whose memory was cut short or whose process stands still."""
+    def by_class(self) -> dict[Priority, Totals]:
+        return self._ledger.by_class(self, self.core_stats())
+
+    async def look_after(self) -> None:
+        """Called every few seconds: ends sessions whose client broke the ring or whose process stands still."""
         limit, now, stats = self._config().limits.stopped_seconds, time.monotonic(), self.core_stats()
+        self._ledger.sample(stats)
         for session in self:
             seen = stats.get(session.session_id, {})
             if seen.get("poisoned"):
-                session.end(str(seen["ended"]) or "the data plane serves it no more")
-            if seen.get("heartbeat", session.heartbeat) != session.heartbeat:
-                session.heartbeat, session.heartbeat_since = int(seen["heartbeat"]), now
-            session.stale = process_is_stopped(session.peer.pid)
-            if session.stale and limit and now - session.heartbeat_since > limit:
-                session.end(f"its process (pid {session.peer.pid}) has been stopped for more than {limit} s")
+                reason = str(seen["ended"]) or "the data plane serves it no more"
+                session.hang_up(reason, ending(Closing.BROKEN_QUEUE, reason))
+            if seen.get("heartbeat", session.heartbeat) != session.heartbeat or not process_is_stopped(
+                session.peer.pid
+            ):
+                session.heartbeat, session.alive_at = int(seen.get("heartbeat", session.heartbeat)), now
+            session.stale = session.alive_at < now
+            if session.stale and limit and now - session.alive_at > limit:
+                reason = f"its process (pid {session.peer.pid}) has been stopped for more than {limit} s"
+                await self.end(session, Closing.STOPPED, reason)
 
-
-def _info(session: Session, stats: dict[str, Any]) -> SessionInfo:
-    request = session.request
-    return SessionInfo(
-        session_id=session.session_id,
-        model=session.entry.name,
-        client=request.client,
-        pid=session.peer.pid,
-        uid=session.peer.uid,
-        priority=request.priority,
-        attached_seconds=time.monotonic() - session.attached_at,
-        max_tokens=request.max_tokens,
-        num_slots=request.num_slots,
-        shm_bytes=session.shm_bytes,
-        requests=stats.get("requests", 0),
-        tokens=stats.get("tokens", 0),
-        errors=stats.get("errors", 0),
-        in_flight=stats.get("in_flight", 0),
-        queued_ms_total=stats.get("queued_ns", 0) / 1e6,
-        compute_ms_total=stats.get("compute_ns", 0) / 1e6,
-        client_wait_ms_total=stats.get("client_wait_ns", 0) / 1e6,
-        last_active_seconds=stats.get("last_active_ns_ago", 0) / 1e9,
-        stale=session.stale,
-    )
+    def _info(self, session: Session, stats: dict[str, Any]) -> SessionInfo:
+        request = session.request
+        return SessionInfo(
+            session_id=session.session_id,
+            model=session.entry.name,
+            client=request.client,
+            pid=session.peer.pid,
+            uid=session.peer.uid,
+            priority=session.priority,
+            share=self.share(session),
+            attached_seconds=time.monotonic() - session.attached_at,
+            max_tokens=request.max_tokens,
+            num_slots=request.num_slots,
+            shm_bytes=session.shm_bytes,
+            requests=stats.get("requests", 0),
+            tokens=stats.get("tokens", 0),
+            errors=stats.get("errors", 0),
+            in_flight=stats.get("in_flight", 0),
+            tokens_in_flight=stats.get("tokens_in_flight", 0),
+            queued_ms_total=stats.get("queued_ns", 0) / 1e6,
+            compute_ms_total=stats.get("compute_ns", 0) / 1e6,
+            client_wait_ms_total=stats.get("client_wait_ns", 0) / 1e6,
+            use=self._ledger.use(session, stats),
+            wait_ms_p50=stats.get("wait_us_p50", 0) / 1e3,
+            wait_ms_p99=stats.get("wait_us_p99", 0) / 1e3,
+            service_ms_p50=stats.get("service_us_p50", 0) / 1e3,
+            service_ms_p99=stats.get("service_us_p99", 0) / 1e3,
+            batched=stats.get("batched", 0),
+            throttled_ms_total=stats.get("throttled_ns", 0) / 1e6,
+            last_active_seconds=stats.get("last_active_ns_ago", 0) / 1e9,
+            stale=session.stale,
+        )

@@ -14,6 +14,7 @@ from aiohttp import web
 from syshax.errors import InvalidArgumentError
 from syshax.protocol import (
     CachePruneRequest,
+    Closing,
     ConfigChangeAnswer,
     ConfigSetRequest,
     DoctorAnswer,
@@ -21,12 +22,14 @@ from syshax.protocol import (
     ModelsAnswer,
     RestartAnswer,
     RestartRequest,
+    SessionChange,
     SessionsAnswer,
     UnloadAnswer,
 )
 from syshaxd.control.app import Handler, json_answer, read_body
 from syshaxd.control.rights import Rights
 from syshaxd.peers import Peer, peer_of
+from syshaxd.session import Session
 from syshaxd.status import Parts, Reporter
 
 
@@ -54,6 +57,7 @@ class Routes:
             "DELETE /v1/models/{name}": self.unload,
             "POST /v1/restart": self.restart,
             "GET /v1/sessions": self.sessions,
+            "PATCH /v1/sessions/{session_id}": self.change_session,
             "DELETE /v1/sessions/{session_id}": self.end_session,
             "GET /v1/topology": self.topology,
             "GET /v1/kernels": self.kernels,
@@ -108,14 +112,28 @@ class Routes:
     async def sessions(self, request: web.Request) -> web.Response:
         return json_answer(SessionsAnswer(boot_id=self._parts.boot, sessions=self._parts.sessions.infos()))
 
-    async def end_session(self, request: web.Request) -> web.Response:
+    def _session(self, request: web.Request) -> Session:
         text = request.match_info["session_id"]
         if not text.isdecimal() or len(text) > 18:
             raise InvalidArgumentError(f"{text!r} is not a session's number")
-        session, peer = self._parts.sessions.get(int(text)), _peer(request)
+        return self._parts.sessions.get(int(text))
+
+    async def change_session(self, request: web.Request) -> web.Response:
+        sessions, session, peer = self._parts.sessions, self._session(request), _peer(request)
+        change = await read_body(request, SessionChange, self._body_limit())
+        if change.priority is None and change.share is None:
+            raise InvalidArgumentError("neither priority nor share is given", "syshaxctl sessions set ID --priority P")
+        if session.peer.uid != peer.uid:
+            self._rights.require_administrator(peer, "change other users' sessions")
+        elif not sessions.only_lowers(session, change):
+            self._rights.require_administrator(peer, "give a session a higher class or share")
+        return json_answer(await sessions.change(session, change))
+
+    async def end_session(self, request: web.Request) -> web.Response:
+        session, peer = self._session(request), _peer(request)
         if session.peer.uid != peer.uid:
             self._rights.require_administrator(peer, "end other users' sessions")
-        session.end(f"ended over the control API by {peer}")
+        await self._parts.sessions.end(session, Closing.KICKED, f"ended over the control API by {peer}")
         return json_answer(SessionsAnswer(boot_id=self._parts.boot, sessions=self._parts.sessions.infos()))
 
     async def topology(self, request: web.Request) -> web.Response:

@@ -19,6 +19,7 @@ BLOCKS = {"bf16": (1, 2), "fp16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)}
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 ISAS = ["scalar", "avx2", "avx512"]
 PAGE = 4096
+CLOSING_OFFSET = 276
 F_SEAL_FUTURE_WRITE = 0x10
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL | F_SEAL_FUTURE_WRITE
 MEMFD_FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -126,6 +127,8 @@ class FakeRuntime:
     def __init__(self, core: FakeCore, nodes: list[dict[str, Any]]) -> None:
         self._core, self._nodes = core, nodes
         self.sessions: dict[int, tuple[FakeModel, mmap.mmap]] = {}
+        self.classes: dict[int, tuple[int, int]] = {}
+        self.weights: list[int] = []
         self.models: list[FakeModel] = []
         self.started = self.stopped = self.drained = False
 
@@ -177,24 +180,37 @@ class FakeRuntime:
         slot = 2 * max_tokens * hidden * element_bytes + 2 * max_tokens * top_k * 4
         total = -(-(3 * PAGE + num_slots * slot) // PAGE) * PAGE
         return {
-            "version_major": 1, "version_minor": 0, "num_slots": num_slots, "max_tokens": max_tokens,
+            "version_major": 1, "version_minor": 1, "num_slots": num_slots, "max_tokens": max_tokens,
             "hidden_size": hidden, "top_k": top_k, "element_bytes": element_bytes, "total_bytes": total,
         }  # fmt: skip
 
     def add_session(
         self, session_id: int, model: FakeModel, shm_fd: int, doorbell_fd: int, boot_id: bytes, max_tokens: int,
-        top_k: int, element_bytes: int, num_slots: int, spin_us: int,
+        top_k: int, element_bytes: int, num_slots: int, spin_us: int, priority: int = 1, share: int = 0,
     ) -> None:  # fmt: skip
         size = self.session_layout(model, max_tokens, top_k, element_bytes, num_slots)["total_bytes"]
         assert os.fstat(shm_fd).st_size == size
         memory = mmap.mmap(shm_fd, size)
-        memory[:24] = b"SSHX" + b"\1\0\0\0" + boot_id
+        memory[:24] = b"SSHX" + b"\1\0\1\0" + boot_id
         self.sessions[session_id] = (model, memory)
+        self.classes[session_id] = (priority, share)
         if self._core.add_error is not None:
             raise self._core.add_error
 
     def remove_session(self, session_id: int) -> None:
         self.sessions.pop(session_id, None)
+
+    def end_session(self, session_id: int, closing: int) -> None:
+        self._core.gate_end.wait()
+        if session_id in self.sessions:
+            self.sessions[session_id][1][CLOSING_OFFSET : CLOSING_OFFSET + 4] = closing.to_bytes(4, "little")
+
+    def configure_session(self, session_id: int, priority: int, share: int) -> None:
+        if session_id in self.sessions:
+            self.classes[session_id] = (priority, share)
+
+    def set_class_weights(self, weights: list[int]) -> None:
+        self.weights = weights
 
     def session_stats(self) -> list[dict[str, Any]]:
         return [
@@ -202,6 +218,9 @@ class FakeRuntime:
                 "session_id": number, "requests": 3, "tokens": 12, "errors": 1, "in_flight": 0, "queued_ns": 5_000_000,
                 "compute_ns": 9_000_000, "last_active_ns_ago": 1_000_000_000, "heartbeat": 7,
                 "poisoned": number in self._core.poisoned, "ended": "its memory was cut short",
+                "priority": self.classes[number][0], "share": self.classes[number][1], "tokens_in_flight": 16,
+                "wait_us_p50": 10.0, "wait_us_p99": 250.0, "service_us_p50": 1000.0, "service_us_p99": 3000.0,
+                "batched": 2, "throttled_ns": 7_000_000, "charged_ns": self._core.charged_ns.get(number, 8_000_000),
             }
             for number in list(self.sessions)
         ]  # fmt: skip
@@ -231,6 +250,9 @@ class FakeCore:
         self.files_cut_short = False
         self.heartbeat_age_ns = 0
         self.poisoned: set[int] = set()
+        self.gate_end = threading.Event()
+        self.gate_end.set()
+        self.charged_ns: dict[int, int] = {}
         self.runtime_cap = ""
         self.packing_version = 1
         self.runtime: FakeRuntime | None = None
@@ -277,7 +299,7 @@ class FakeCore:
         return f"{format}_{'q8' if format.startswith('q') else 'f32'}_{self.isa_effective(isa_cap)}"
 
     def ring_abi(self) -> dict[str, Any]:
-        return {"constants": {"version_major": 1, "version_minor": 0}}
+        return {"constants": {"version_major": 1, "version_minor": 1}}
 
     def load_operator_library(self, path: str) -> None:
         raise CoreError("hardware", f"{path}: cannot be loaded")

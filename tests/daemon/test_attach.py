@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from conftest import Daemon, eventually
-from fake_core import CoreError
+from fake_core import CLOSING_OFFSET, CoreError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syshax.errors import InvalidArgumentError, NoMemoryError, SyshaxError, VersionError
+from syshax.protocol import Closing
 from syshaxd import attach
 from syshaxd.attach import parse_request, reserve_shared_memory
 
@@ -197,16 +198,24 @@ async def test_no_more_open_files_is_said_and_others_are_served_on(daemon: Daemo
 async def test_truncated_memory_and_stopped_processes_end_a_session(daemon: Daemon, monkeypatch: Any) -> None:
     connection, answer, _ = await daemon.attach(REQUEST)
     daemon.core.poisoned.add(answer["session_id"])
-    daemon.server.parts.sessions.look_after()
+    await daemon.server.parts.sessions.look_after()
+    last = json.loads(await asyncio.to_thread(connection.recv, 4096))["error"]
+    assert last["code"] == "session_ended" and "its memory was cut short" in last["message"]
     assert await asyncio.to_thread(connection.recv, 10) == b""
     await gone(daemon)
     stopped, answer, _ = await daemon.attach(REQUEST)
     sessions = daemon.server.parts.sessions
     monkeypatch.setattr("syshaxd.sessions.process_is_stopped", lambda pid: pid == os.getpid())
-    sessions.look_after()
+    await sessions.look_after()
+    assert not (await daemon.json("GET", "/v1/sessions"))[1]["sessions"][0]["stale"], "its heartbeat was just seen"
+    await sessions.look_after()
     assert (await daemon.json("GET", "/v1/sessions"))[1]["sessions"][0]["stale"]
-    sessions.get(answer["session_id"]).heartbeat_since -= 61
-    sessions.look_after()
+    sessions.get(answer["session_id"]).alive_at -= 61
+    ring = daemon.core.runtime.sessions[answer["session_id"]][1]
+    await sessions.look_after()
+    assert ring[CLOSING_OFFSET] == Closing.STOPPED
+    last = json.loads(await asyncio.to_thread(stopped.recv, 4096))["error"]
+    assert last["code"] == "daemon_lost" and "stopped for more than 60 s" in last["message"]
     assert await asyncio.to_thread(stopped.recv, 10) == b""
     await gone(daemon)
 

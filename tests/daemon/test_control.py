@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from checkpoints import write_checkpoint
 from conftest import Daemon, eventually
-from fake_core import FakeCore
+from fake_core import CLOSING_OFFSET, FakeCore
 from prometheus_client.parser import text_string_to_metric_families
 
 import syshax.protocol as protocol
 from syshax.errors import ERRORS, NotAllowedError, UnknownModelError
-from syshax.protocol import ROUTES, ErrorAnswer, LoadRequest, ModelInfo, StatusAnswer
+from syshax.protocol import ROUTES, Closing, ErrorAnswer, LoadRequest, ModelInfo, StatusAnswer
 from syshaxd.config import Config
 from syshaxd.control.rights import Rights
 from syshaxd.peers import Peer, peer_of
@@ -187,8 +187,24 @@ async def test_a_model_in_use_is_unloaded_only_by_force(daemon: Daemon) -> None:
 
 async def test_ending_a_session(daemon: Daemon) -> None:
     connection, answer, _ = await daemon.attach({"model": "tiny", "max_tokens": 4})
+    ring = daemon.core.runtime.sessions[answer["session_id"]][1]
     assert (await daemon.json("DELETE", f"/v1/sessions/{answer['session_id']}"))[0] == 200
+    assert ring[CLOSING_OFFSET] == Closing.KICKED, "its ring says why"
+    last = json.loads(await asyncio.to_thread(connection.recv, 4096))["error"]
+    assert last["code"] == "session_ended" and f"ended over the control API by uid {os.getuid()}" in last["message"]
     assert await asyncio.to_thread(connection.recv, 10) == b""
+    connection.close()
+
+
+async def test_a_data_plane_that_stands_still_does_not_keep_a_session(daemon: Daemon, monkeypatch: Any) -> None:
+    monkeypatch.setattr("syshaxd.sessions.CORE_SECONDS", 0.1)
+    connection, answer, _ = await daemon.attach({"model": "tiny", "max_tokens": 4})
+    daemon.core.gate_end.clear()
+    try:
+        assert (await daemon.json("DELETE", f"/v1/sessions/{answer['session_id']}"))[0] == 200
+        assert b"session_ended" in await asyncio.to_thread(connection.recv, 4096)
+    finally:
+        daemon.core.gate_end.set()
     connection.close()
 
 
