@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test sanitize fuzz check format bench bench-vllm man rpm clean
+.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test chaos sanitize fuzz check format bench bench-vllm man rpm clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -52,6 +52,11 @@ system-test: setup-test  ## the installed services under a systemd booted in a c
 	@$(BOOTSTRAP) system systemd
 	@$(if $(filter short,$(SYSTEM_TESTS)),,$(BOOTSTRAP) system rpm)
 	@SYSHAX_SYSTEM_TESTS=1 $(PY) -m pytest tests/system $(if $(filter short,$(SYSTEM_TESTS)),-m "not long") $(PYTEST_OPTIONS)
+
+# CI sets CHAOS=short.
+CHAOS ?= full
+chaos: setup-test  ## faults against a running daemon: 1,000 rounds and 100,000 requests (CHAOS=short: 50 and 5,000)
+	@$(PY) tests/chaos/run.py $(if $(filter short,$(CHAOS)),--short) $(CHAOS_OPTIONS)
 
 install: setup  ## as a system service, below DESTDIR (packaging/install.sh says what goes where)
 	@packaging/install.sh
