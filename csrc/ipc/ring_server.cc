@@ -71,7 +71,9 @@ RingServer::RingServer(int shm_fd, int doorbell_fd, const syshax_ring_header& la
   try {
     guard_ = std::make_unique<SigbusGuard>(base_, layout.total_bytes);
     doorbell_fd_ = fcntl(doorbell_fd, F_DUPFD_CLOEXEC, 0);
-    if (doorbell_fd_ < 0) throw CoreError("internal", system_text("session doorbell"));
+    if (doorbell_fd_ < 0)
+      throw CoreError("limit", system_text("no descriptor for the session's doorbell"),
+                      "end sessions, or raise the daemon's limit on open files (LimitNOFILE=)");
   } catch (...) {
     guard_.reset();
     munmap(base_, layout.total_bytes);
