@@ -107,6 +107,9 @@ class Answers:
         x = (x.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else x.astype(dtype)
         return Input(x, np.ascontiguousarray(ids[:, :top_k]), np.ascontiguousarray(weights[:, :top_k]))
 
+    def value(self, rows: Array, format: str, layer: int, top_k: int, dtype: str) -> Array:
+        return self._tables[_name(format, layer, top_k, dtype) + ".value"][rows]
+
     def right(self, got: Array, rows: Array, format: str, layer: int, top_k: int, dtype: str) -> bool:
         """Whether every element of got [tokens, hidden_size] lies within the reference's bound."""
         seen = (got.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else got.astype(np.float32)
