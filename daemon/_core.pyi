@@ -245,9 +245,9 @@ class Runtime:
     def session_stats(self) -> list[dict[str, Any]]:
         """session_id, requests, tokens, errors, in_flight, queued_ns, compute_ns, last_active_ns_ago, heartbeat,
         client_wait_ns, poisoned (it is served no more: end its connection) and ended (why: "" or a text); priority,
-        share, charged_ns (its part of the data plane's time: a batch's is divided among its sessions), batched (requests
-        computed together with another session's), throttled_ns, tokens_in_flight, wait_us_p50, wait_us_p99 (from seeing
-        a request to starting it), service_us_p50, service_us_p99 (from there to its end)."""
+        share, charged_ns (its part of the data plane's time: a batch's is divided among its sessions), batched
+        (requests computed together with another session's), throttled_ns, tokens_in_flight, wait_us_p50, wait_us_p99
+        (from seeing a request to starting it), service_us_p50, service_us_p99 (from there to its end)."""
     def stats(self) -> dict[str, Any]:
         """requests_completed, requests_failed, tokens, compute_ns, busy_ns (one number for each node),
         heartbeat_age_ns (of the dispatcher: how long since its last turn; 0 while it sleeps with nothing to do)."""

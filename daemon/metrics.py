@@ -6,14 +6,16 @@ lives.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from syshax.protocol import ModelState
+from syshax.protocol import ModelState, Priority
+from syshaxd.session_totals import Totals
 from syshaxd.status import Parts, Reporter, version
 
 
@@ -34,6 +36,7 @@ class DaemonCollector(Collector):
         yield from self._cache()
         yield from self._nodes()
         yield from self._work()
+        yield from self._classes()
 
     def _daemon(self) -> Iterator[Metric]:
         parts = self._parts
@@ -118,6 +121,36 @@ class DaemonCollector(Collector):
             family = CounterMetricFamily(name, help_text, labels=["model"])
             for model, value in values.items():
                 family.add_metric([model], value)
+            yield family
+
+    def _classes(self) -> Iterator[Metric]:
+        """By class: three label values, however many sessions come and go."""
+        sessions = self._parts.sessions
+        living, totals = Counter(session.priority for session in sessions), sessions.by_class()
+        attached = GaugeMetricFamily("syshax_class_sessions", "Attached sessions of a class.", labels=["priority"])
+        waits = GaugeMetricFamily(
+            "syshax_class_wait_p99_seconds", "A request's wait for its start: worst session.", labels=["priority"]
+        )
+        worst = dict.fromkeys(Priority, 0.0)
+        for info in sessions.infos():
+            worst[info.priority] = max(worst[info.priority], info.wait_ms_p99 / 1e3)
+        for priority in Priority:
+            attached.add_metric([priority.value], living[priority])
+            waits.add_metric([priority.value], worst[priority])
+        yield from (attached, waits)
+        rows: list[tuple[str, str, Callable[[Totals], float]]] = [
+            ("syshax_class_requests", "Requests of a class.", lambda t: t.requests),
+            ("syshax_class_tokens", "Tokens in them.", lambda t: t.tokens),
+            ("syshax_class_request_errors", "Those that ended in an error.", lambda t: t.errors),
+            ("syshax_class_compute_seconds", "Its part of the data plane's time.", lambda t: t.charged_ns / 1e9),
+            ("syshax_class_queue_seconds", "Time between arrival and start.", lambda t: t.queued_ns / 1e9),
+            ("syshax_class_throttled_seconds", "Waiting because a share was used up.", lambda t: t.throttled_ns / 1e9),
+            ("syshax_class_batched", "Requests computed with another session's.", lambda t: t.batched),
+        ]
+        for name, help_text, value in rows:
+            family = CounterMetricFamily(name, help_text, labels=["priority"])
+            for priority in Priority:
+                family.add_metric([priority.value], value(totals[priority]))
             yield family
 
 

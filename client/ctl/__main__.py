@@ -37,6 +37,8 @@ from syshax.protocol import (
     ModelInfo,
     ModelsAnswer,
     ModelState,
+    SessionChange,
+    SessionInfo,
     SessionsAnswer,
     StatusAnswer,
     TopologyAnswer,
@@ -96,6 +98,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and change the configuration.")
 app.add_typer(config_app, name="config")
+sessions_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
+app.add_typer(sessions_app, name="sessions")
 cache_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and clear the packed cache.")
 app.add_typer(cache_app, name="cache")
 
@@ -221,11 +225,46 @@ def restart(
     ctl.show(waiting.restart(ctl.control, drain), screens.restarted)
 
 
-@app.command()
+@sessions_app.callback()
 def sessions(context: typer.Context) -> None:
-    """Every attached worker."""
+    """Show every attached worker, or change one."""
+    if context.invoked_subcommand is None:
+        ctl = _of(context)
+        ctl.show(ctl.control.get("/v1/sessions", SessionsAnswer), screens.sessions)
+
+
+@sessions_app.command("set")
+def sessions_set(
+    context: typer.Context,
+    session: Annotated[int, typer.Argument(metavar="ID", help="Its number in the list.", min=0)],
+    priority: Annotated[
+        str | None, typer.Option(help="Its class: interactive, normal or batch.", show_default=False)
+    ] = None,
+    share: Annotated[
+        int | None,
+        typer.Option(help="Percent of the data plane's time that it may take, 100: no limit.", show_default=False),
+    ] = None,
+) -> None:
+    """Give a session another class or share, for as long as it lasts. Its own user may lower them only."""
     ctl = _of(context)
-    ctl.show(ctl.control.get("/v1/sessions", SessionsAnswer), screens.sessions)
+    if priority is None and share is None:
+        raise InvalidArgumentError(
+            "neither --priority nor --share is given", "syshaxctl sessions set 3 --priority batch"
+        )
+    given = {"priority": priority, "share": share}
+    change = values.request(SessionChange, **{key: value for key, value in given.items() if value is not None})
+    ctl.show(ctl.control.patch(f"/v1/sessions/{session}", change, SessionInfo), screens.session_changed)
+
+
+@sessions_app.command("kick")
+def sessions_kick(
+    context: typer.Context, session: Annotated[int, typer.Argument(metavar="ID", help="Its number in the list.", min=0)]
+) -> None:
+    """End a session for good: its requests end in an error, and its worker does not attach again by itself."""
+    ctl = _of(context)
+    answer = ctl.control.delete(f"/v1/sessions/{session}", SessionsAnswer)
+    assert answer is not None
+    ctl.show(answer, lambda _: f"session {session} was ended")
 
 
 @app.command()

@@ -30,6 +30,7 @@ from syshax.protocol import (
     ModelState,
     NodeInfo,
     Origin,
+    SessionInfo,
     SessionsAnswer,
     StatusAnswer,
     TopologyAnswer,
@@ -45,6 +46,8 @@ _STATE_STYLE = {
     "degraded": "yellow",
     "failed": "red",
 }
+_LONGEST_CLIENT = 40
+_IDLE_SECONDS = 60
 _CHECK_STYLE = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "error": ("error", "red")}
 
 
@@ -208,35 +211,58 @@ def progress_text(model: ModelInfo) -> str:
 def sessions(answer: SessionsAnswer) -> RenderableType:
     if not answer.sessions:
         return Text("no sessions: no worker is attached", style="dim")
-    made = table(">ID", "~Model", "~Client", ">PID", ">Calls", ">Tokens", ">Wait", ">Compute", ">Idle")
-    notes: list[tuple[str, str]] = []
+    made = table(">ID", "~Worker (pid), model", "Class", ">Use", ">Tokens", ">Wait ms", ">Service ms")
     for session in answer.sessions:
         made.add_row(
             str(session.session_id),
-            Text(session.model),
-            Text(session.client or "-"),
-            str(session.pid),
-            units.count(session.requests),
+            Text(f"{_shortened(session.client) or '-'} ({session.pid}), {session.model}"),
+            session.priority.value,
+            _use(session),
             units.count(session.tokens),
-            _per_request(session.queued_ms_total, session.requests),
-            _per_request(session.compute_ms_total, session.requests),
-            units.duration(round(session.last_active_seconds)),
+            _median_and_worst(session.wait_ms_p50, session.wait_ms_p99, session.requests),
+            _median_and_worst(session.service_ms_p50, session.service_ms_p99, session.requests),
         )
-        if session.stale:
-            notes.append(
-                ("warning:", f"session {session.session_id} (pid {session.pid}) is stale: it does not respond")
-            )
-        if session.errors:
-            notes.append(("warning:", f"session {session.session_id}: {units.count(session.errors)} calls failed"))
-    legend = Text("wait and compute: mean of a call (one layer of one forward pass)", style="dim")
+    notes = [("warning:", text) for session in answer.sessions for text in _session_troubles(session)]
+    legend = _notes(
+        [
+            ("use:", "of the data plane's time in the last seconds"),
+            ("wait, service:", "until a call is begun, and from there to its end: median and 99th percentile"),
+        ],
+        "dim",
+    )
     return Group(made, "", *([_notes(notes, "yellow")] if notes else []), legend)
 
 
-def _per_request(total_ms: float, requests: int) -> str:
-    if not requests:
-        return "-"
-    mean = total_ms / requests
-    return f"{mean:.2f} ms" if mean < 10 else f"{mean:.0f} ms"
+def _shortened(name: str) -> str:
+    """What a client calls itself: no more of it than fits, and nothing that a terminal would obey."""
+    name = "".join(letter if letter.isprintable() else "?" for letter in name)
+    return name if len(name) <= _LONGEST_CLIENT else f"{name[: _LONGEST_CLIENT - 1]}…"
+
+
+def _use(session: SessionInfo) -> str:
+    """Of the data plane's time, and of how much it may take; of one that does nothing, for how long."""
+    if session.last_active_seconds >= _IDLE_SECONDS and not session.in_flight:
+        return f"idle {' '.join(units.duration(round(session.last_active_seconds)).split()[:2])}"
+    return units.percent(session.use) if session.share == 100 else f"{session.use * 100:.0f} of {session.share} %"
+
+
+def _session_troubles(session: SessionInfo) -> Iterable[str]:
+    if session.stale:
+        yield f"session {session.session_id} (pid {session.pid}) is stale: its process is stopped"
+    if session.errors:
+        yield f"session {session.session_id}: {units.count(session.errors)} calls failed"
+    if session.throttled_ms_total >= 1000:
+        seconds = units.duration(round(session.throttled_ms_total / 1000))
+        yield f"session {session.session_id} waited {seconds} for its share of {session.share} %"
+
+
+def _median_and_worst(median: float, worst: float, requests: int) -> str:
+    return f"{units.milliseconds(median)} / {units.milliseconds(worst)}" if requests else "-"
+
+
+def session_changed(session: SessionInfo) -> RenderableType:
+    share = "no limit to its share" if session.share == 100 else f"at most {session.share} % of the data plane's time"
+    return f"session {session.session_id} ({session.client or session.model}): {session.priority.value}, {share}"
 
 
 # ------------------------------------------------------- topology and kernels

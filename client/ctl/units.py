@@ -44,6 +44,11 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def milliseconds(value: float) -> str:
+    """Without the unit, down to a hundredth: 0.04, 1.25, 37.5, 1234."""
+    return _three_digits(value)
+
+
 def percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 

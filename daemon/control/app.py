@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from syshax.errors import InternalError, InvalidArgumentError, NotFoundError, SyshaxError, TooLargeError
 from syshax.protocol import ROUTES, ErrorAnswer, ErrorBody
+from syshaxd.control.connections import Connection
 from syshaxd.core import Core, translated
 from syshaxd.quantities import human_size
 
@@ -79,6 +80,10 @@ def _fault(message: type[BaseModel], detail: dict[str, object]) -> str:
 def make_app(core: Core, boot_id: str, add_routes: Callable[[web.UrlDispatcher], None]) -> web.Application:
     @web.middleware
     async def same_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+        connection = None if request.transport is None else request.transport.get_protocol()
+        timed = connection if isinstance(connection, Connection) else None
+        if timed is not None:
+            timed.request_began()
         try:
             answer = await handler(request)
         except web.HTTPException as error:
@@ -91,6 +96,9 @@ def make_app(core: Core, boot_id: str, add_routes: Callable[[web.UrlDispatcher],
                     f"{request.method} {request.path} failed inside the daemon", "the daemon's log has the details"
                 )
             answer = error_answer(cause)
+        finally:
+            if timed is not None:
+                timed.request_ended()
         answer.headers[BOOT_ID_HEADER] = boot_id
         return answer
 

@@ -5,6 +5,7 @@ Owns the putting together of frame, routes and rights; knows nothing of what the
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from aiohttp import web
 
 from syshax.protocol import ConfigChangeAnswer
 from syshaxd.control.app import make_app
+from syshaxd.control.connections import Connections
 from syshaxd.control.rights import Rights
 from syshaxd.control.routes import Routes
 from syshaxd.status import Parts, Reporter
@@ -31,5 +33,23 @@ async def serve_control(
     routes = Routes(parts, reporter, rights, change_config, restart)
     runner = web.AppRunner(make_app(parts.core, parts.boot, routes.add_to), access_log=None, shutdown_timeout=2.0)
     await runner.setup()
-    await web.SockSite(runner, listener).start()
+    await _Site(runner, listener).start()
     return runner
+
+
+class _Site(web.BaseSite):
+    """The listening socket, with our bounds on its connections."""
+
+    def __init__(self, runner: web.AppRunner, listener: socket.socket) -> None:
+        super().__init__(runner)
+        self._listener, self._serve = listener, runner.server
+
+    @property
+    def name(self) -> str:
+        return f"http://unix:{self._listener.getsockname()}:"
+
+    async def start(self) -> None:
+        await super().start()
+        assert self._serve is not None
+        factory = Connections().wrap(self._serve)
+        self._server = await asyncio.get_running_loop().create_server(factory, sock=self._listener)

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ctl_fixtures import GIB, LOADING, READY, FakeControl, RunCtl
+from ctl_fixtures import GIB, LOADING, READY, FakeControl, RunCtl, session
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syshax import errors
 from syshax.ctl import values, waiting
-from syshax.protocol import ModelInfo, ModelState, Progress, RestartAnswer
+from syshax.protocol import ModelInfo, ModelState, Progress, RestartAnswer, SessionInfo, SessionsAnswer
 
 DOCS = Path(__file__).parents[2] / "docs" / "SYSHAXCTL.md"
 
@@ -54,8 +54,8 @@ def test_verbs_are_documented() -> None:
     text = DOCS.read_text()
     for verb in ("status", "models", "load", "unload", "sessions", "topology", "kernels", "doctor"):
         assert f"`{verb}" in text
-    for verb in ("show", "set", "reload"):
-        assert f"`config {verb}" in text
+    for verb in ("config show", "config set", "config reload", "sessions set", "sessions kick"):
+        assert f"`{verb}" in text
 
 
 def test_no_daemon(ctl: RunCtl, tmp_path: Path) -> None:
@@ -181,6 +181,41 @@ def test_unload(ctl: RunCtl, control: FakeControl) -> None:
         "DELETE /v1/models/mixtral?force=1",
         "DELETE /v1/models/a%2F..%2Fb%3Fc?force=1",
     ]
+
+
+def test_sessions_set(ctl: RunCtl, control: FakeControl) -> None:
+    control.replies["PATCH /v1/sessions/3"] = session(3, priority="batch", share=50)
+    ran = ctl("sessions", "set", "3", "--priority", "batch", "--share", "50")
+    assert ran.out == "session 3 (vllm-worker 3): batch, at most 50 % of the data plane's time\n"
+    control.replies["PATCH /v1/sessions/3"] = session(3, client="", priority="batch", share=100)
+    assert ctl("sessions", "set", "3", "--share", "100").out == (
+        "session 3 (Qwen3-30B-A3B): batch, no limit to its share\n"
+    )
+    assert [body for _, body in control.asked] == [{"priority": "batch", "share": 50}, {"share": 100}]
+    ran = ctl("--json", "sessions", "set", "3", "--priority", "normal")
+    assert SessionInfo.model_validate_json(ran.out).session_id == 3
+    asked = len(control.asked)
+    for words, status, message in (
+        (["3"], 2, "neither --priority nor --share"),
+        (["3", "--priority", "urgent"], 2, "priority 'urgent'"),
+        (["3", "--share", "0"], 2, "share 0"),
+        (["three", "--share", "5"], 2, "'ID'"),
+    ):
+        ran = ctl("sessions", "set", *words)
+        assert ran.status == status and message in ran.err and "Traceback" not in ran.err
+    assert len(control.asked) == asked, "nothing is asked that makes no sense"
+
+
+def test_sessions_kick(ctl: RunCtl, control: FakeControl) -> None:
+    control.replies["DELETE /v1/sessions/3"] = SessionsAnswer(boot_id="b", sessions=[])
+    assert ctl("sessions", "kick", "3").out == "session 3 was ended\n"
+    control.replies["DELETE /v1/sessions/4"] = errors.NotAllowedError(
+        "only administrators may end other users' sessions"
+    )
+    ran = ctl("sessions", "kick", "4")
+    assert ran.status == 4 and "only administrators" in ran.err
+    assert [route for route, _ in control.asked] == ["DELETE /v1/sessions/3", "DELETE /v1/sessions/4"]
+    assert ctl("sessions", "kick").status == 2
 
 
 def test_config_set(ctl: RunCtl, control: FakeControl) -> None:

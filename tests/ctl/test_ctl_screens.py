@@ -139,9 +139,57 @@ def test_long_names_stay_whole(ctl: RunCtl, control: FakeControl) -> None:
     assert name in out and " - " in out
 
 
-def test_sessions_name_trouble(ctl: RunCtl) -> None:
+def test_sessions_name_trouble(ctl: RunCtl, control: FakeControl) -> None:
     out = ctl("sessions").out
-    assert "session 2 (pid 4002) is stale" in out and "session 2: 4 calls failed" in out
+    assert "session 2 (pid 4002) is stale" in out and "session 2: 4 calls failed" in out and "its share" not in out
+    throttled = session(7, share=50, throttled_ms_total=812_345)
+    control.replies["GET /v1/sessions"] = SessionsAnswer(boot_id=BOOT, sessions=[throttled])
+    assert "session 7 waited 13 min 32 s for its share of 50 %" in ctl("sessions").out
+
+
+SESSIONS = """\
+ID  Worker (pid), model                  Class               Use   Tokens      Wait ms    Service ms
+ 1  chat (4001), Qwen3-30B-A3B           interactive        42 %   1.23 M  0.01 / 0.40   0.31 / 1.90
+ 2  vllm-worker 2 (4194303),             batch        50 of 50 %  999,999  12.3 / 1234  31.0 / 12345
+    Qwen3-30B-A3B
+ 3  a-client-with-a-very-long-name-xxxx  normal       idle 5 min        0            -             -
+    xxxx… (4003), Qwen3-30B-A3B
+
+use:           of the data plane's time in the last seconds
+wait, service: until a call is begun, and from there to its end: median and 99th percentile
+"""
+
+
+def test_sessions_are_readable_on_a_hundred_columns(ctl: RunCtl, control: FakeControl) -> None:
+    rows = [
+        session(1, client="chat", priority="interactive", use=0.42, wait_ms_p50=0.012, wait_ms_p99=0.4,
+                service_ms_p50=0.31, service_ms_p99=1.9),
+        session(2, pid=4194303, priority="batch", share=50, use=0.5, tokens=999_999, wait_ms_p50=12.3,
+                wait_ms_p99=1234.4, service_ms_p50=31, service_ms_p99=12345),
+        session(3, client="a-client-with-a-very-long-name-" + "x" * 169, requests=0, tokens=0, in_flight=0,
+                last_active_seconds=301),
+    ]  # fmt: skip
+    control.replies["GET /v1/sessions"] = SessionsAnswer(boot_id=BOOT, sessions=rows)
+    assert ctl("sessions", width=100).out == SESSIONS
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+@pytest.mark.parametrize("number", [1, 40])
+def test_any_number_of_sessions_fits(ctl: RunCtl, control: FakeControl, number: int, width: int) -> None:
+    rows = [session(index, use=index / 40, share=1 + index) for index in range(1, number + 1)]
+    control.replies["GET /v1/sessions"] = SessionsAnswer(boot_id=BOOT, sessions=rows)
+    lines = ctl("sessions", width=width).out.splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(" normal " in line for line in lines) == number
+    if width >= 100:
+        assert len(lines) == 1 + number + 3, "one line a session"
+
+
+def test_a_clients_name_cannot_speak_to_the_terminal(ctl: RunCtl, control: FakeControl) -> None:
+    hostile = session(1, client="\x1b[2J\x1b]0;pwned\x07\r\nroot")
+    control.replies["GET /v1/sessions"] = SessionsAnswer(boot_id=BOOT, sessions=[hostile])
+    out = ctl("sessions", width=140).out
+    assert "\x1b" not in out and "\x07" not in out and "?[2J?]0;pwned???root (4001)" in out
 
 
 def test_config_show_of_a_table(ctl: RunCtl) -> None:
