@@ -21,7 +21,15 @@ from stand import Process, Stand
 
 from syshax import Client
 from syshax.errors import SyshaxError
-from syshax.protocol import ConfigChangeAnswer, ConfigSetRequest, ModelInfo, UnloadAnswer
+from syshax.protocol import (
+    ConfigChangeAnswer,
+    ConfigSetRequest,
+    ModelInfo,
+    Priority,
+    SessionChange,
+    SessionInfo,
+    UnloadAnswer,
+)
 
 LONG = Kind("bf16", (1024, 4096), top_ks=(4,), priority="batch", timeout=20.0, reconnect=15.0)
 MANY = Kind("bf16", (1, 400), num_slots=16, timeout=20.0, reconnect=15.0)
@@ -155,7 +163,7 @@ def _kick(stand: Stand) -> None:
     process = in_state(stand, stand.dice.choice(BUSY))
     (session,) = [info for info in stand.sessions() if info.pid == process.pid]
     stand.control.delete(f"/v1/sessions/{session.session_id}")
-    stand.finish(process, *GONE, "session_ended", "not_allowed")
+    stand.finish(process, *GONE, "session_ended")
 
 
 @fault("one of several that are computed together dies", "killed and stopped")
@@ -168,6 +176,30 @@ def _lockstep(stand: Stand) -> None:
     together[0].signal(signal.SIGCONT)
     for process in (together[0], *together[2:]):
         stand.finish(process)
+
+
+@fault("class and share changed with requests in flight", "throttled, of the lowest class, then back")
+def _change(stand: Stand) -> None:
+    processes = _load_on(stand)
+    numbers = [info.session_id for info in stand.sessions() if info.pid in [process.pid for process in processes]]
+    for _ in range(5):
+        for number in numbers:
+            change = SessionChange(priority=stand.dice.choice(list(Priority)), share=stand.dice.choice([1, 10, 100]))
+            stand.control.patch(f"/v1/sessions/{number}", change, SessionInfo)
+        stand.pause(0.01, 0.05)
+    stand.progress()
+    for number in numbers:
+        stand.control.patch(f"/v1/sessions/{number}", SessionChange(share=100), SessionInfo)
+    _finish_all(stand, processes)
+
+
+@fault("class and share changed with requests in flight", "killed while throttled")
+def _kill_throttled(stand: Stand) -> None:
+    process = in_state(stand, stand.dice.choice(["waiting parked", "waiting spinning", "many slots in flight"]))
+    (number,) = [info.session_id for info in stand.sessions() if info.pid == process.pid]
+    stand.control.patch(f"/v1/sessions/{number}", SessionChange(share=1), SessionInfo)
+    stand.pause(0.02, 0.1)
+    process.kill()
 
 
 # -------------------------------------------------------------------------------- the daemon
