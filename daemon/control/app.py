@@ -34,8 +34,13 @@ def json_answer(message: BaseModel, status: int = 200) -> web.Response:
     return web.Response(text=message.model_dump_json(), content_type="application/json", status=status)
 
 
+def printable(text: str) -> str:
+    """A client's bytes that are no UTF-8 (they reach us as lone surrogates) as escapes: JSON cannot hold them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def error_answer(error: SyshaxError) -> web.Response:
-    body = ErrorBody(code=error.code, message=error.message, hint=error.hint)
+    body = ErrorBody(code=error.code, message=printable(error.message), hint=printable(error.hint))
     return json_answer(ErrorAnswer(error=body), error.http_status)
 
 
@@ -52,6 +57,10 @@ async def read_body(request: web.Request, message: type[Message], limit: int) ->
                     raise _too_large(len(data), limit)
     except TimeoutError:
         raise InvalidArgumentError(f"the body did not come within {BODY_SECONDS:g} s") from None
+    except web.RequestPayloadError as error:
+        raise InvalidArgumentError(f"the body cannot be read: {' '.join(str(error).split())}") from None
+    except ConnectionResetError:
+        raise InvalidArgumentError("the client left before its body was whole") from None
     try:
         return message.model_validate_json(bytes(data))
     except ValidationError as error:
@@ -85,6 +94,7 @@ def make_app(core: Core, boot_id: str, add_routes: Callable[[web.UrlDispatcher],
         if timed is not None:
             timed.request_began()
         try:
+            await asyncio.sleep(0)  # a hundred requests sent in one go let others come between
             answer = await handler(request)
         except web.HTTPException as error:
             answer = error_answer(_http_error(request, error))

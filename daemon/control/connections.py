@@ -9,9 +9,13 @@ limit (app.py), and a route may take as long as it takes.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from syshax.errors import LimitError
 from syshax.protocol import ErrorAnswer, ErrorBody
@@ -28,6 +32,22 @@ QUIET_SECONDS = 30.0
 
 REFUSED_SECONDS = 0.2
 """A refused client may say what it wanted: closed before, it would lose the refusal to a broken pipe."""
+
+
+class NoHttp(logging.Filter):
+    """Makes one line of aiohttp's report, traceback and all, of bytes that are no HTTP: their client's fault."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            text = " ".join(str(error).split())
+            record.msg, record.args, record.exc_info = "a control request cannot be read: %.200s", (text,), None
+            record.levelno, record.levelname = logging.INFO, "INFO"
+        return True
+
+
+http_log = logging.getLogger("syshaxd.control.http")
+http_log.addFilter(NoHttp())
 
 
 class Connections:

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from syshax.protocol import ConfigChangeAnswer
 from syshaxd.control.app import make_app
-from syshaxd.control.connections import Connections
+from syshaxd.control.connections import Connections, http_log
 from syshaxd.control.rights import Rights
 from syshaxd.control.routes import Routes
 from syshaxd.status import Parts, Reporter
@@ -31,7 +31,8 @@ async def serve_control(
     """Serves until its cleanup(). own_user: the daemon's own user is an administrator."""
     rights = Rights(parts.config.current, os.geteuid() if own_user else None)
     routes = Routes(parts, reporter, rights, change_config, restart)
-    runner = web.AppRunner(make_app(parts.core, parts.boot, routes.add_to), access_log=None, shutdown_timeout=2.0)
+    app = make_app(parts.core, parts.boot, routes.add_to)
+    runner = web.AppRunner(app, access_log=None, logger=http_log, shutdown_timeout=2.0)
     await runner.setup()
     await _Site(runner, listener).start()
     return runner

@@ -93,7 +93,9 @@ void write_completions(syshax_client* client, const syshax_ring_header& h, Scrip
   if (script.below(2)) c.state = h.submit_tail + 1 + script.below(3);
 }
 
-void use(syshax_client* client, const syshax_ring_header& h, Script& script) {
+// Returns the slots that are still held.
+uint64_t use(syshax_client* client, const syshax_ring_header& h, Script& script) {
+  uint64_t held = 0;
   const uint64_t rows = uint64_t{h.max_tokens} * h.hidden_size * h.element_bytes,
                  wide = uint64_t{h.max_tokens} * h.top_k * 4;
   for (uint32_t round = 0; round < 3; ++round) {
@@ -115,9 +117,12 @@ void use(syshax_client* client, const syshax_ring_header& h, Script& script) {
         0)
       fail("client: a slot that is held cannot be submitted");
     syshax_client_wait(client, slot, script.below(4) ? tag : script.number(), script.below(4) * 3000, &result);
-    if (script.below(4)) syshax_client_release(client, slot);
-    syshax_client_release(client, script.number());
+    if (script.below(4))
+      syshax_client_release(client, slot);
+    else
+      held |= uint64_t{1} << slot;
   }
+  return held;
 }
 
 }  // namespace
@@ -137,16 +142,24 @@ void run_client(const uint8_t* data, size_t size) {
   int error = syshax_client_open(memory.fd, memory.doorbell, -1, &client);
   if ((error == 0) != (bytes >= kPage && fits(h, bytes)))
     fail(
-        "client: a ring that %s was %s (slots %u, tokens %u, hidden %u, top_k %u, at %llx %llx %llx, slot %llx: %llx "
+        "client: a ring that %s was %s (%s; slots %u, tokens %u, hidden %u, top_k %u, at %llx %llx %llx, slot %llx: "
+        "%llx "
         "%llx %llx, %llx of %llx)",
-        error == 0 ? "does not fit" : "fits", error == 0 ? "opened" : "refused", h.num_slots, h.max_tokens,
-        h.hidden_size, h.top_k, (unsigned long long)h.requests_offset, (unsigned long long)h.completions_offset,
-        (unsigned long long)h.slots_offset, (unsigned long long)h.slot_bytes, (unsigned long long)h.ids_offset,
-        (unsigned long long)h.weights_offset, (unsigned long long)h.output_offset, (unsigned long long)h.total_bytes,
-        (unsigned long long)bytes);
+        error == 0 ? "does not fit" : "fits", error == 0 ? "opened" : "refused", syshax_client_error_name(error),
+        h.num_slots, h.max_tokens, h.hidden_size, h.top_k, (unsigned long long)h.requests_offset,
+        (unsigned long long)h.completions_offset, (unsigned long long)h.slots_offset, (unsigned long long)h.slot_bytes,
+        (unsigned long long)h.ids_offset, (unsigned long long)h.weights_offset, (unsigned long long)h.output_offset,
+        (unsigned long long)h.total_bytes, (unsigned long long)bytes);
   if (error != 0) return;
-  use(client, h, script);
+  uint64_t held = use(client, h, script);
+  for (uint32_t left = script.below(3); left != 0; --left) {
+    uint32_t slot = script.number();
+    syshax_client_release(client, slot);
+    if (slot < 64) held &= ~(uint64_t{1} << slot);
+  }
   syshax_client_close(client);
+  for (uint32_t slot = 0; slot < 64; ++slot)  // the last one unmaps
+    if (held >> slot & 1) syshax_client_release(client, slot);
 }
 
 std::vector<Bytes> client_seeds() {

@@ -162,7 +162,7 @@ def test_silent_connections_keep_nobody_out(daemon: RealDaemon, counter: Counter
     counter.add(len(silent))
     assert honest_attach_seconds(daemon) < ATTACH_SECONDS
     silent[0].settimeout(ATTACH_SECONDS)
-    assert b"said nothing" in silent[0].recv(1000), "the oldest is told why it is ended"
+    assert b"have not said what they want" in silent[0].recv(1000), "the oldest is told why it is ended"
     for connection in silent:
         connection.close()
 
