@@ -40,8 +40,8 @@ enum syshax_ring_status {
   SYSHAX_RING_INTERNAL = 7
 };
 
-/* The header's `closing`: whether and why the daemon serves this session no more; above 1 it stays. A client that reads a
- * number that it does not know has an ended session and must not attach again by itself. */
+/* The header's `closing`: whether and why the daemon serves this session no more; above 1 it stays. A client that reads
+ * a number that it does not know has an ended session and must not attach again by itself. */
 enum syshax_ring_closing {
   SYSHAX_RING_OPEN = 0,
   SYSHAX_RING_DRAINING = 1,     /* the daemon ends or begins anew: attach again */

@@ -31,7 +31,9 @@ QUIET_SECONDS = 30.0
 
 
 REFUSED_SECONDS = 0.2
-"""A refused client may say what it wanted: closed before, it would lose the refusal to a broken pipe."""
+"""A refused client may say what it wanted: closed before, it would lose the refusal to a broken pipe ..."""
+REFUSED_AT_ONCE = 32
+"""... as it does in a flood."""
 
 
 class NoHttp(logging.Filter):
@@ -55,6 +57,8 @@ class Connections:
 
     def __init__(self) -> None:
         self._users: Counter[int] = Counter()
+        self.refused = 0
+        """Those that may still say what they wanted."""
 
     def wrap(self, serve: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
         return lambda: Connection(self, serve)
@@ -82,15 +86,14 @@ class Connection(asyncio.Protocol):
         self._inner: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._uid = -1
+        self._uid, self._refused = -1, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         uid = peer_of(transport.get_extra_info("socket")).uid
         if reason := self._all.enter(uid):
-            transport.write(_refusal(reason))
-            self._time(REFUSED_SECONDS)
+            self._refuse(transport, reason)
             return
         self._uid = uid
         self._inner = self._serve()
@@ -119,6 +122,16 @@ class Connection(asyncio.Protocol):
         if self._inner is not None:
             self._inner.connection_lost(error)
             self._all.leave(self._uid)
+        self._all.refused -= self._refused
+
+    def _refuse(self, transport: asyncio.Transport, reason: str) -> None:
+        if self._all.refused >= REFUSED_AT_ONCE:
+            transport.abort()
+            return
+        self._refused = True
+        self._all.refused += 1
+        transport.write(_refusal(reason))
+        self._time(REFUSED_SECONDS)
 
     def request_began(self) -> None:
         self._stop_timer()

@@ -19,6 +19,9 @@ from syshaxd.control.rights import Rights
 from syshaxd.control.routes import Routes
 from syshaxd.status import Parts, Reporter
 
+BACKLOG = 128
+"""Connections that the kernel holds; asyncio accepts at most so many before it looks at the others."""
+
 
 async def serve_control(
     parts: Parts,
@@ -53,4 +56,4 @@ class _Site(web.BaseSite):
         await super().start()
         assert self._serve is not None
         factory = Connections().wrap(self._serve)
-        self._server = await asyncio.get_running_loop().create_server(factory, sock=self._listener)
+        self._server = await asyncio.get_running_loop().create_server(factory, sock=self._listener, backlog=BACKLOG)

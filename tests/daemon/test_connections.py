@@ -209,6 +209,9 @@ async def test_one_users_connections_are_bounded_and_others_are_served(
     opened.append(refused)
     answer = await received(refused)
     assert answer.startswith(b"HTTP/1.1 429 ") and b'"code":"limit"' in answer and b"user 1000 has 64" in answer
+    for _ in range(3 * connections.REFUSED_AT_ONCE):
+        opened.append(dial_control(daemon))
+        await asyncio.sleep(0)
     users.uid = 1001
     await serves(daemon)
     users.uid = 1000
