@@ -147,7 +147,7 @@ void HostileMemory::change_size(Script& script) {
 
 void HostileMemory::punch(Script& script) {
   off_t at = static_cast<off_t>(script.below(16)) * 4096, bytes = static_cast<off_t>(script.below(16) + 1) * 4096;
-  touched_ = resized_ = true;
+  touched_ = true;
   if (fallocate(file_->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, at, bytes) != 0) fail("no hole can be punched");
 }
 
@@ -186,8 +186,8 @@ void HostileMemory::act(Script& script) {
     case 11:  // any word of the header
       touched_ = true;
       return script.fill(base_ + script.word() % (sizeof(syshax_ring_header) - 8), script.below(8) + 1);
-    case 12:
-      return change_size(script);
+    case 12:  // one in four: the file of such an input cannot be used again
+      return script.below(4) ? punch(script) : change_size(script);
     case 13:
       return punch(script);
     case 14: {  // completions are the daemon's to write, and the client's to spoil

@@ -83,11 +83,12 @@ class Honest(threading.Thread):
 class RealDaemon:
     """The process, its honest client, and its state at rest."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *arguments: str | Path) -> None:
+        """arguments: in place of `--user`."""
         self.runtime_dir = folder / "run"
         self._log = folder / "log"
-        command = [sys.executable, "-m", "syshaxd", "--user", "--runtime-dir", self.runtime_dir,
-                   "--state-dir", folder / "state"]  # fmt: skip
+        command = [sys.executable, "-m", "syshaxd", "--runtime-dir", self.runtime_dir,
+                   "--state-dir", folder / "state", *(arguments or ["--user"])]  # fmt: skip
         with self._log.open("wb") as log:
             self.process = subprocess.Popen([str(word) for word in command], stderr=log, start_new_session=True)
         self.control = Control(self.runtime_dir)
@@ -185,9 +186,10 @@ class RealDaemon:
 
 
 @contextlib.contextmanager
-def under_attack() -> Iterator[RealDaemon]:
+def under_attack(*arguments: str | Path) -> Iterator[RealDaemon]:
     with tempfile.TemporaryDirectory(prefix="sxf") as folder:
-        daemon = RealDaemon(Path(folder))
+        Path(folder).chmod(0o755)
+        daemon = RealDaemon(Path(folder), *arguments)
         try:
             yield daemon
             daemon.check()

@@ -113,9 +113,13 @@ uint64_t use(syshax_client* client, const syshax_ring_header& h, Script& script)
     std::memset(output, 2, rows);
     uint64_t tag;
     syshax_client_result result;
-    if (syshax_client_submit(client, slot, script.number(), script.number(), script.number(), script.number(), &tag) !=
-        0)
-      fail("client: a slot that is held cannot be submitted");
+    uint32_t words[] = {script.number(), script.number(), script.number(), script.number()};
+    int error = syshax_client_submit(client, slot, words[0], words[1], words[2], words[3], &tag);
+    if (error == SYSHAX_CLIENT_BAD_ARGUMENT) fail("client: a slot that is held cannot be submitted");
+    if (error != 0) {  // the header says that the session has ended
+      syshax_client_release(client, slot);
+      continue;
+    }
     syshax_client_wait(client, slot, script.below(4) ? tag : script.number(), script.below(4) * 3000, &result);
     if (script.below(4))
       syshax_client_release(client, slot);
