@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from syshax.endings import ending
 from syshax.errors import ConfigError
+from syshax.protocol import Closing
+from syshax.vllm.launcher import own_settings, split_words
+from syshax.vllm.prepare import GONE
 from syshax.vllm.settings import PREFIX, WorkerSettings, environment_of, settings_from
 
 
@@ -67,3 +71,28 @@ def test_other_variables_of_syshax_are_left_alone() -> None:
 )
 def test_the_environment_carries_settings_whole(settings: WorkerSettings) -> None:
     assert settings_from({}, environment_of(settings)) == settings
+
+
+@pytest.mark.parametrize("priority", ["interactive", "normal", "batch"])
+def test_a_workers_class_comes_from_any_source_and_reaches_its_processes(
+    priority: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, _, words = split_words(["/m", "--syshax-priority", priority, "--port", "8001"])
+    chosen = own_settings(arguments, words)
+    assert chosen.priority == priority and words == ["--port", "8001"]
+    assert settings_from({}, environment_of(chosen)).priority == priority
+    monkeypatch.setenv(PREFIX + "PRIORITY", priority)
+    assert own_settings(*split_words(["/m"])[::2]).priority == priority
+    arguments, _, words = split_words(["/m", "--additional-config", f'{{"syshax": {{"priority": "{priority}"}}}}'])
+    assert own_settings(arguments, words).priority == priority
+
+
+def test_a_class_that_does_not_exist_is_refused_before_anything_starts() -> None:
+    arguments, _, words = split_words(["/m", "--syshax-priority", "urgent"])
+    with pytest.raises(ConfigError, match="setting priority of the syshax worker is 'urgent'"):
+        own_settings(arguments, words)
+
+
+def test_a_worker_waits_for_a_daemon_that_went_away_not_for_one_that_ended_its_session() -> None:
+    waited_for = {closing: issubclass(type(ending(closing)), GONE) for closing in Closing}
+    assert [closing.name for closing, waits in waited_for.items() if waits] == ["OPEN", "DRAINING", "STOPPED"]
