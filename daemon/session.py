@@ -34,6 +34,7 @@ class Session:
     own_share: int | None = None
     """Percent, where an administrator set one for this session; None: the configuration's."""
     attached_at: float = field(default_factory=time.monotonic)
+    last_word: SyshaxError | None = None
     end_reason: str = ""
     heartbeat: int = -1
     alive_at: float = field(default_factory=time.monotonic)
@@ -51,14 +52,15 @@ class Session:
         """The most that its slots allow."""
         return self.request.num_slots * self.request.max_tokens
 
-    def hang_up(self, reason: str, last_word: SyshaxError | None = None) -> None:
-        """Says why, if there is something to say, and shuts the connection down: the client sees that its lease is
-        over, the session's coroutine cleans up. Only the first reason counts."""
-        if self.end_reason:
-            return
-        self.end_reason = reason
-        with suppress(OSError):
-            if last_word is not None:
+    def say(self, last_word: SyshaxError) -> None:
+        """Why it ends, for the client to find when it sees that. Only the first counts."""
+        if self.last_word is None:
+            self.last_word = last_word
+            with suppress(OSError):
                 self.connection.send(refusal(last_word))
+
+    def hang_up(self, reason: str) -> None:
+        """Shuts the connection down: the client sees that its lease is over, the session's coroutine cleans up."""
+        self.end_reason = self.end_reason or reason
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)

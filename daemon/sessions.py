@@ -257,11 +257,14 @@ class Sessions:
             )  # fmt: skip
 
     async def end(self, session: Session, closing: Closing, reason: str) -> None:
-        """The data plane serves it no more and its ring says why; then its client hears it, and the lease ends."""
+        """Its client may hear why, the data plane serves it no more and its ring says so, then the lease ends.
+
+        In this order: whoever sees the end in the ring finds the words."""
+        session.say(ending(closing, reason))
         with suppress(TimeoutError):
             async with asyncio.timeout(CORE_SECONDS):
                 await asyncio.to_thread(self._runtime.end_session, session.session_id, closing.value)
-        session.hang_up(reason, ending(closing, reason))
+        session.hang_up(reason)
 
     def end_of_model(self, entry: Entry, reason: str) -> None:
         for session_id in list(entry.sessions):
@@ -353,7 +356,8 @@ class Sessions:
             seen = stats.get(session.session_id, {})
             if seen.get("poisoned"):
                 reason = str(seen["ended"]) or "the data plane serves it no more"
-                session.hang_up(reason, ending(Closing.BROKEN_QUEUE, reason))
+                session.say(ending(Closing.BROKEN_QUEUE, reason))
+                session.hang_up(reason)
             if seen.get("heartbeat", session.heartbeat) != session.heartbeat or not process_is_stopped(
                 session.peer.pid
             ):

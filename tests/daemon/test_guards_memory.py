@@ -39,7 +39,8 @@ sys.stdin.read()
 @pytest.fixture
 def manager(short_dir: Path, tmp_path: Path) -> Iterator[ServiceManager]:
     write_checkpoint(tmp_path / "m")
-    config = f'[limits]\nstopped_seconds = 1\n[models.m]\npath = "{tmp_path / "m"}"\nautoload = true\n'
+    config = "[cache]\nenabled = false\n[limits]\nstopped_seconds = 1\n"  # no cache: its writer holds descriptors
+    config += f'[models.m]\npath = "{tmp_path / "m"}"\nautoload = true\n'
     with ServiceManager(short_dir, config) as made:
         made.start()
         made.until_ready("m")

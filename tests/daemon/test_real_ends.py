@@ -48,7 +48,8 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceManager
     """One daemon for all: whatever a test does to its own sessions must not matter to the next."""
     path = tmp_path_factory.mktemp("m")
     write_checkpoint(path)
-    config = f'[limits]\nstopped_seconds = 1\n[models.m]\npath = "{path}"\nautoload = true\n'
+    config = "[cache]\nenabled = false\n[limits]\nstopped_seconds = 1\n"  # no cache: its writer holds descriptors
+    config += f'[models.m]\npath = "{path}"\nautoload = true\n'
     with tempfile.TemporaryDirectory(prefix="sx") as folder, ServiceManager(Path(folder), config) as made:
         made.start()
         made.until_ready("m")
