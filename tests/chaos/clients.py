@@ -201,7 +201,8 @@ def bystander(pipe: Connection, runtime_dir: str, kind: Kind) -> None:
     with suppress(EOFError, OSError):
         while not kind.count and pipe.recv() != "stop":
             pipe.send(sender.snapshot())
-        stopped.set()
+        if not kind.count:
+            stopped.set()
         for thread in threads:
             thread.join(None if kind.count else kind.timeout + 5)
         sender.model.close()

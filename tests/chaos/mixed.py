@@ -16,15 +16,16 @@ PRIORITIES = ("interactive", "normal", "batch")
 def _kind(number: int, count: int, seed: int) -> Kind:
     format = answers.FORMATS[number % len(answers.FORMATS)]
     return Kind(
-        format, (1, 1500 if number >= 6 else 64), dtypes=answers.DTYPES, priority=PRIORITIES[number % 3], pause=0.0,
+        format, (1, 400 if number >= 6 else 48), dtypes=answers.DTYPES, priority=PRIORITIES[number % 3], pause=0.0,
         timeout=60.0, threads=1 + number % 2, num_slots=1 + number % 3, count=count, seed=seed + number,
     )  # fmt: skip
 
 
 def mixed_requests(stand: Stand, requests: int, seed: int) -> dict[str, Any]:
     """Sends them, adds shortfalls to the stand's, gives the figures."""
-    count = requests // SESSIONS
-    processes = [Process(stand, bystander, _kind(number, count, seed)) for number in range(SESSIONS)]
+    even = requests // SESSIONS // 2 * 2  # those with two threads halve it
+    counts = [requests - (SESSIONS - 1) * even, *[even] * (SESSIONS - 1)]
+    processes = [Process(stand, bystander, _kind(number, count, seed)) for number, count in enumerate(counts)]
     right, begun = 0, 0.0
     try:
         for process in processes:
@@ -40,7 +41,7 @@ def mixed_requests(stand: Stand, requests: int, seed: int) -> dict[str, Any]:
             right += report.right
             stand.outcomes["right"] += report.right
             stand.shortfalls += report.faults
-            if report.right != process.kind.count // process.kind.threads * process.kind.threads:
+            if report.right != process.kind.count:
                 stand.shortfalls.append(f"mixed: session {number}: {report.right} right, {dict(report.errors)}")
     finally:
         for process in processes:
