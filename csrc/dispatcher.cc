@@ -1,5 +1,5 @@
-// The dispatcher's thread: looks at every session, runs one request of the session whose turn it is, sleeps when there
-// is nothing. Contract: dispatcher.h; sleep protocol: docs/RING.md.
+// The dispatcher's thread: looks at every session, computes a slice of the session whose turn it is, sleeps when there
+// is nothing. Contract: dispatcher.h; whose turn it is: schedule/; sleep protocol: docs/RING.md.
 //
 // Other threads reach the thread by commands: closures that it runs between two turns, while they wait. Sessions are
 // changed by commands alone and under `mutex`, so the thread itself reads them without a lock, and readers of
@@ -7,11 +7,13 @@
 // gigabytes must not stop the data path.
 #include "dispatcher.h"
 
+#include <poll.h>
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -31,7 +33,8 @@
 namespace syshax {
 namespace {
 
-constexpr uint32_t kMaxClassWeight = 10000;
+constexpr uint64_t kSliceNs = 1500000;        // and the kernel calls in progress then end: 2 ms
+constexpr uint64_t kAloneSliceNs = 10000000;  // with one session only commands wait
 constexpr uint64_t kBeatNs = 1000000;  // heartbeats are written at most this often: the line is shared with the client
 
 void check_class(Priority priority, uint32_t share) {
@@ -111,16 +114,16 @@ struct Dispatcher::Impl {
     for (;;) {
       if (commands_waiting.load(std::memory_order_acquire)) run_commands();
       if (stopping) return leave();
-      uint64_t now = begin_turn();
-      if (Session* session = pick()) {
+      uint64_t now = begin_turn(), wake_ns = UINT64_MAX;
+      if (Session* session = choose(now, &wake_ns)) {
         syshax_spin_found(&spin, now);
-        run(*session);
+        compute(*session, now);
       } else if (draining && !drained) {
         tell_drained();
       } else if (syshax_spin_again(&spin, spin_limit_us(), now)) {
         syshax_cpu_pause();
       } else {
-        sleep();
+        sleep(wake_ns);
       }
     }
   }
@@ -145,27 +148,109 @@ struct Dispatcher::Impl {
     return now;
   }
 
-  // Whose request runs next: round robin, one request a turn. The one place that weights and time slices will change.
-  Session* pick() noexcept {
-    for (size_t i = 0; i < sessions.size(); ++i) {
-      Session& session = *sessions[(next + i) % sessions.size()];
-      if (!session.has_work()) continue;
-      next = (next + i + 1) % sessions.size();
-      return &session;
+  // Whose turn it is; nullptr when nobody may compute now, and wake_ns when somebody will.
+  Session* choose(uint64_t now, uint64_t* wake_ns) noexcept {
+    Session *best = nullptr, *best_waiting = nullptr;
+    shares.begin_round();
+    for (auto& entry : sessions) {
+      Session& session = *entry;
+      if (!session.leads() && session.next_step() == nullptr) continue;
+      if (!draining && throttled(session, now, wake_ns)) continue;
+      const Wait wait = draining || session.leads() ? Wait::kNo : wait_for_companion(session, now, wake_ns);
+      if (wait == Wait::kNo && shares.offer(session.account())) best = &session;
+      if (wait == Wait::kForQueued && best_waiting == nullptr) best_waiting = &session;
     }
-    return nullptr;
+    return best != nullptr ? best : best_waiting;  // the latter: all wait for one another
   }
 
-  void run(Session& session) noexcept {
-    Session::Outcome outcome = session.run_one();
-    (outcome.ok ? completed : failed).fetch_add(1, std::memory_order_relaxed);
+  bool throttled(Session& session, uint64_t now, uint64_t* wake_ns) noexcept {
+    const uint64_t blocked_ns = session.members() > 1 ? 0 : session.account().blocked_ns(now);
+    session.note_throttled(blocked_ns != 0, now);
+    if (blocked_ns != 0) *wake_ns = std::min(*wake_ns, now + blocked_ns);
+    return blocked_ns != 0;
+  }
+
+  static bool companions(const Session& a, const Session& b) noexcept {
+    return &a != &b && a.model() == b.model() && a.account().priority() == b.account().priority();
+  }
+
+  // Whether a session lets others go first, so that one of them comes to its layer (schedule/companions.h).
+  enum class Wait { kNo, kForQueued, kForIdle };
+  Wait wait_for_companion(Session& session, uint64_t now, uint64_t* wake_ns) noexcept {
+    const Step& step = *session.next_step();
+    const uint32_t layers = session.geometry().num_layers;
+    Wait wait = Wait::kNo;
+    uint64_t patience_ns = 0, idle_until_ns = UINT64_MAX;
+    if (sessions.size() < 2 || step.num_tokens > kBatchTokens / 2 || step.layer >= layers) return wait;
+    for (auto& entry : sessions) {
+      Session& other = *entry;
+      if (!companions(session, other) || other.ended()) continue;
+      const bool idle = other.next_step() == nullptr && other.leader() == nullptr;
+      Step heading = other.heading();
+      if (other.next_step() != nullptr && fit_together(step, heading)) return Wait::kNo;  // they meet now
+      if (idle && !other.walk().expected(now)) continue;
+      const uint32_t behind = layers_between(heading.layer % layers, step.layer, layers);
+      heading.layer = step.layer;
+      if (2 * behind > layers || (2 * behind == layers && session.id() > other.id())) continue;
+      if (!fit_together(step, heading) || !other.walk().worth_meeting(session.geometry(), step)) continue;
+      patience_ns = std::max(patience_ns, other.walk().patience_ns(behind));
+      if (idle) idle_until_ns = std::min(idle_until_ns, other.walk().expected_until_ns());
+      if (wait != Wait::kForIdle) wait = idle ? Wait::kForIdle : Wait::kForQueued;
+    }
+    if (wait == Wait::kNo || !session.walk().may_wait(now, patience_ns)) return Wait::kNo;
+    *wake_ns = std::min(*wake_ns, idle_until_ns);
+    return wait;
+  }
+
+  // A slice of the session's job; when it has none in progress, of one that begins with its next request.
+  void compute(Session& session, uint64_t now) noexcept {
+    if (!session.leads() && !open_job(session, now)) return;
+    count(session.advance(shares, now, now + (sessions.size() > 1 ? kSliceNs : kAloneSliceNs)));
+  }
+
+  bool open_job(Session& leader, uint64_t now) noexcept {
+    const Step step = *leader.next_step();
+    if (!leader.open_job(now)) {
+      failed.fetch_add(1, std::memory_order_relaxed);
+      return false;
+    }
+    leader.walk().met();
+    for (auto& entry : sessions) {
+      Session& other = *entry;
+      const Step* next = companions(leader, other) ? other.next_step() : nullptr;
+      if (next == nullptr || !fit_together(step, *next) || leader.job_tokens() + next->num_tokens > kBatchTokens)
+        continue;
+      if (leader.members() == kBatchSessions) break;
+      if (other.account().blocked_ns(now) != 0) continue;
+      other.walk().met();
+      if (!leader.join(other, now)) failed.fetch_add(1, std::memory_order_relaxed);
+    }
+    return true;
+  }
+
+  void count(const Session::Outcome& outcome) noexcept {
+    completed.fetch_add(outcome.completed, std::memory_order_relaxed);
+    failed.fetch_add(outcome.failed, std::memory_order_relaxed);
     tokens.fetch_add(outcome.tokens, std::memory_order_relaxed);
     compute_ns.fetch_add(outcome.compute_ns, std::memory_order_relaxed);
   }
 
+  // Before a session goes: its request is forgotten; where others compute theirs with it, the job is ended first.
+  void end_job_of(Session& session) noexcept {
+    Session* leader = session.leader();
+    if (leader == nullptr) return;
+    if (leader == &session && session.members() == 1)
+      failed.fetch_add(session.abandon(SYSHAX_RING_SHUTTING_DOWN), std::memory_order_relaxed);
+    while (session.leader() != nullptr) count(leader->advance(shares, monotonic_ns(), UINT64_MAX));
+  }
+
+  void abandon_job(Session& session, syshax_ring_status status) noexcept {
+    if (session.leads()) failed.fetch_add(session.abandon(status), std::memory_order_relaxed);
+  }
+
   // parked = 1, full fence, look again, sleep. A client publishes, full fence, reads parked: one of the two sees the
-  // other, so that a request is never published to a sleeper without a ring of the doorbell.
-  void sleep() {
+  // other, so that a request is never published to a sleeper without a ring of the doorbell. Until wake_ns at most.
+  void sleep(uint64_t wake_ns) {
     set_parked(true);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     bool work = commands_waiting.load(std::memory_order_relaxed);
@@ -173,11 +258,20 @@ struct Dispatcher::Impl {
     if (!work) {
       asleep.store(true, std::memory_order_relaxed);
       epoll_event events[16];
-      epoll_wait(epoll_fd, events, 16, -1);
+      const bool event = wake_ns == UINT64_MAX || wait_until(wake_ns);
+      epoll_wait(epoll_fd, events, 16, event ? -1 : 0);
       last_turn_ns.store(monotonic_ns(), std::memory_order_relaxed);
       asleep.store(false, std::memory_order_relaxed);
     }
     set_parked(false);
+  }
+
+  // epoll_wait alone knows milliseconds only. True when there is an event.
+  bool wait_until(uint64_t wake_ns) const noexcept {
+    const uint64_t now = monotonic_ns(), ns = wake_ns > now ? wake_ns - now : 0;
+    const timespec time = {static_cast<time_t>(ns / 1000000000u), static_cast<long>(ns % 1000000000u)};
+    pollfd epoll = {epoll_fd, POLLIN, 0};
+    return ppoll(&epoll, 1, &time, nullptr) > 0;
   }
 
   void set_parked(bool parked) noexcept {
@@ -193,6 +287,7 @@ struct Dispatcher::Impl {
   // The thread's end: nobody may wait for an answer that will not come.
   void leave() {
     refuse_all(SYSHAX_RING_SHUTTING_DOWN);
+    for (auto& session : sessions) abandon_job(*session, SYSHAX_RING_SHUTTING_DOWN);
     for (auto& session : sessions) {
       failed.fetch_add(session->answer_queued() + session->look(monotonic_ns()), std::memory_order_relaxed);
     }
@@ -233,8 +328,7 @@ struct Dispatcher::Impl {
   bool running = false;
   std::atomic<bool> commands_waiting{false};
   std::vector<std::unique_ptr<Session>> sessions;
-  size_t next = 0;
-  std::array<uint32_t, kNumPriorities> class_weights{16, 4, 1};
+  FairShare shares;
   uint64_t last_beat_ns = 0;
   // Changed on the thread (by commands) or before it starts; drained is read by drain() under the mutex.
   bool stopping = false, draining = false, drained = false;
@@ -317,9 +411,9 @@ void Dispatcher::remove_session(uint64_t session_id) {
     for (size_t i = 0; i < sessions.size(); ++i) {
       if (sessions[i]->id() != session_id) continue;
       epoll_ctl(impl_->epoll_fd, EPOLL_CTL_DEL, sessions[i]->ring().doorbell_fd(), nullptr);
+      impl_->end_job_of(*sessions[i]);
       removed = std::move(sessions[i]);
       sessions.erase(sessions.begin() + static_cast<std::ptrdiff_t>(i));
-      if (impl_->next > i) --impl_->next;
       return;
     }
   });
@@ -334,23 +428,27 @@ void Dispatcher::end_session(uint64_t session_id, uint32_t closing) {
 void Dispatcher::configure_session(uint64_t session_id, Priority priority, uint32_t share) {
   check_class(priority, share);
   impl_->command([&] {
-    if (Session* session = impl_->find(session_id)) session->configure(priority, share);
+    Session* session = impl_->find(session_id);
+    if (session == nullptr) return;
+    impl_->shares.configure(session->account(), priority, share);
+    session->set_class(priority, share);
   });
 }
 
-void Dispatcher::set_class_weights(const std::array<uint32_t, kNumPriorities>& weights) {
+void Dispatcher::set_class_weights(const ClassWeights& weights) {
   for (const uint32_t weight : weights)
     if (weight < 1 || weight > kMaxClassWeight)
       throw CoreError("invalid_argument", "a class's weight is " + std::to_string(weight) + ", allowed is 1 to " +
                                               std::to_string(kMaxClassWeight));
-  impl_->command([&] { impl_->class_weights = weights; });
+  impl_->command([&] { impl_->shares.set_weights(weights); });
 }
 
 void Dispatcher::forget_model(const ExpertModel* model) {
-  std::vector<std::shared_ptr<ExpertModel>> released;
+  std::vector<Session::Released> released;
   impl_->command([&] {
     for (auto& session : impl_->sessions) {
       if (session->model() != model) continue;
+      impl_->abandon_job(*session, SYSHAX_RING_MODEL_GONE);
       session->refuse(SYSHAX_RING_MODEL_GONE);
       impl_->failed.fetch_add(session->answer_queued(), std::memory_order_relaxed);
       released.push_back(session->release_model());

@@ -2,18 +2,14 @@
 // writes completions. Knows rings and ExpertModel; knows no format, kernel, NUMA or Python. After submit there is no
 // allocation, no lock, no log here. The daemon's Python calls everything below from other threads.
 #pragma once
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
 #include "moe/expert_model.h"
+#include "schedule/fair_share.h"
 
 namespace syshax {
-
-// Classes of sessions: their weights share the data plane's time where several have work.
-enum class Priority : uint32_t { kInteractive = 0, kNormal = 1, kBatch = 2 };
-constexpr size_t kNumPriorities = 3;
 
 struct SessionSpec {
   uint64_t session_id = 0;
@@ -66,7 +62,7 @@ class Dispatcher {
   void end_session(uint64_t session_id, uint32_t closing);
   // Throw CoreError("invalid_argument"). Unknown ids are ignored.
   void configure_session(uint64_t session_id, Priority priority, uint32_t share);
-  void set_class_weights(const std::array<uint32_t, kNumPriorities>& weights);
+  void set_class_weights(const ClassWeights& weights);
   // From now on its sessions get MODEL_GONE; returns when no forward of it runs and no session holds it.
   void forget_model(const ExpertModel* model);
 

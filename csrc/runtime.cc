@@ -119,7 +119,7 @@ void Runtime::configure_session(uint64_t session_id, Priority priority, uint32_t
   if (const auto dispatcher = running()) dispatcher->configure_session(session_id, priority, share);
 }
 
-void Runtime::set_class_weights(const std::array<uint32_t, kNumPriorities>& weights) {
+void Runtime::set_class_weights(const ClassWeights& weights) {
   if (const auto dispatcher = running()) dispatcher->set_class_weights(weights);
   const std::lock_guard<std::mutex> lock(mutex_);
   class_weights_ = weights;

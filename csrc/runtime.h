@@ -41,7 +41,7 @@ class Runtime {
   void end_session(uint64_t session_id, uint32_t closing);
   void configure_session(uint64_t session_id, Priority priority, uint32_t share);
   // Kept, for the dispatcher that runs and those to come.
-  void set_class_weights(const std::array<uint32_t, kNumPriorities>& weights);
+  void set_class_weights(const ClassWeights& weights);
 
   std::vector<SessionStats> session_stats() const;
   DispatcherStats dispatcher_stats() const;
@@ -55,7 +55,7 @@ class Runtime {
   std::mutex creating_;       // models are made one after the other: each sees what memory the last one left
   std::mutex attaching_;      // a model is not closed between the check that it serves and its session's beginning
   mutable std::mutex mutex_;  // guards the two below
-  std::array<uint32_t, kNumPriorities> class_weights_{16, 4, 1};
+  ClassWeights class_weights_ = kClassWeights;
   std::shared_ptr<Dispatcher> dispatcher_;
 };
 

@@ -65,7 +65,7 @@ test_arm() {
 }
 
 test_sanitize() {
-    local kind programs="kernels_test vector_ops_test limits_test ring_stress"
+    local kind programs="kernels_test vector_ops_test limits_test schedule_test ring_stress"
     export ASAN_OPTIONS=detect_stack_use_after_return=1 UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1
     for kind in address,undefined thread; do
         say "building with the sanitizers: $kind"

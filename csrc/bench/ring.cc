@@ -47,9 +47,13 @@ class NullModel final : public ExpertModel {
   explicit NullModel(uint32_t hidden_size) : geometry_{1, 8, hidden_size, 1, 8} {}
   const std::string& name() const override { return name_; }
   MoeGeometry geometry() const override { return geometry_; }
-  void forward(const MoeRequest&) noexcept override {}
+  std::unique_ptr<ForwardPass> make_pass(uint32_t) override { return std::make_unique<Pass>(); }
 
  private:
+  struct Pass final : ForwardPass {
+    void begin(const MoeRequest&) noexcept override {}
+    bool advance(uint64_t) noexcept override { return true; }
+  };
   const std::string name_ = "null";
   const MoeGeometry geometry_;
 };

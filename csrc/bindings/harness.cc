@@ -15,6 +15,7 @@
 #include "dispatcher.h"
 #include "ipc/ring_layout.h"
 #include "ipc/ring_server.h"
+#include "threads/event.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -93,17 +94,19 @@ py::dict ring_abi() {
 // dtype compares exactly.
 template <typename Element>
 void mix(const syshax::MoeRequest& r, uint32_t hidden_size) {
-  const auto* in = static_cast<const Element*>(r.hidden_states);
-  auto* out = static_cast<Element*>(r.output);
-  for (size_t t = 0; t < r.num_tokens; ++t) {
-    uint32_t sum = r.layer;
-    for (size_t k = 0; k < r.top_k; ++k) {
-      uint32_t bits;
-      std::memcpy(&bits, &r.topk_weights[t * r.top_k + k], sizeof(bits));
-      sum += (static_cast<uint32_t>(r.topk_ids[t * r.top_k + k]) + 1) * bits;
+  size_t at = 0;
+  for (uint32_t p = 0; p < r.num_parts; ++p) {
+    const auto* in = static_cast<const Element*>(r.parts[p].hidden_states);
+    auto* out = static_cast<Element*>(r.parts[p].output);
+    for (uint32_t t = 0; t < r.parts[p].num_tokens; ++t, in += hidden_size, out += hidden_size) {
+      uint32_t sum = r.layer;
+      for (uint32_t k = 0; k < r.top_k; ++k, ++at) {
+        uint32_t bits;
+        std::memcpy(&bits, &r.topk_weights[at], sizeof(bits));
+        sum += (static_cast<uint32_t>(r.topk_ids[at]) + 1) * bits;
+      }
+      for (size_t i = 0; i < hidden_size; ++i) out[i] = static_cast<Element>(in[i] + sum);
     }
-    for (size_t i = 0; i < hidden_size; ++i)
-      out[t * hidden_size + i] = static_cast<Element>(in[t * hidden_size + i] + sum);
   }
 }
 
@@ -112,23 +115,51 @@ class FakeModel final : public syshax::ExpertModel {
   FakeModel(syshax::MoeGeometry geometry, bool worker_thread) : geometry_(geometry), worker_thread_(worker_thread) {}
   const std::string& name() const override { return name_; }
   syshax::MoeGeometry geometry() const override { return geometry_; }
-  void forward(const syshax::MoeRequest& request) noexcept override {
-    running.fetch_add(1);
-    while (held.load()) std::this_thread::sleep_for(std::chrono::microseconds(100));
-    if (uint32_t us = delay_us.load()) std::this_thread::sleep_for(std::chrono::microseconds(us));
-    if (worker_thread_)
-      std::thread([&] { compute(request); }).join();
-    else
-      compute(request);
-    calls.fetch_add(1);
-    running.fetch_sub(1);
-  }
+  std::unique_ptr<syshax::ForwardPass> make_pass(uint32_t) override { return std::make_unique<Pass>(*this); }
 
   std::atomic<bool> held{false};
-  std::atomic<uint32_t> delay_us{0};
+  std::atomic<uint32_t> delay_us{0};  // of a token; slices end between tokens
   std::atomic<uint64_t> calls{0}, running{0};
 
  private:
+  class Pass final : public syshax::ForwardPass {
+   public:
+    explicit Pass(FakeModel& model) : model_(model) {}
+    void begin(const syshax::MoeRequest& request) noexcept override {
+      request_ = request;
+      waited_ = 0;
+    }
+    bool advance(uint64_t until_ns) noexcept override {
+      model_.running.fetch_add(1);
+      while (model_.held.load()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+      const bool through = wait(until_ns);
+      if (through) {
+        if (model_.worker_thread_)
+          std::thread([&] { model_.compute(request_); }).join();
+        else
+          model_.compute(request_);
+        model_.calls.fetch_add(1);
+      }
+      model_.running.fetch_sub(1);
+      return through;
+    }
+
+   private:
+    bool wait(uint64_t until_ns) noexcept {
+      for (; waited_ < request_.num_tokens; ++waited_) {
+        const uint32_t us = model_.delay_us.load();
+        if (us == 0) return true;
+        std::this_thread::sleep_for(std::chrono::microseconds(us));
+        if (waited_ + 1 < request_.num_tokens && syshax::now_ns() >= until_ns) return false;
+      }
+      return true;
+    }
+
+    FakeModel& model_;
+    syshax::MoeRequest request_{};
+    uint32_t waited_ = 0;
+  };
+
   void compute(const syshax::MoeRequest& request) const {
     if (request.dtype == SYSHAX_FLOAT32)
       mix<uint32_t>(request, geometry_.hidden_size);

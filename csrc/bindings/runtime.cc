@@ -142,7 +142,8 @@ void check_array(const py::array& array, const char* name, const char* type, std
 }
 
 py::array forward(CpuModel& model, uint32_t layer, const py::array& hidden_states, const py::array& topk_ids,
-                  const py::array& topk_weights, const std::string& dtype_name) {
+                  const py::array& topk_weights, const std::string& dtype_name, bool interrupted,
+                  const std::vector<uint32_t>& part_tokens) {
   const Dtype& dtype = find_dtype(dtype_name);
   if (topk_ids.ndim() != 2) throw CoreError("invalid_argument", "topk_ids is not [num_tokens, top_k]");
   const py::ssize_t tokens = topk_ids.shape(0), top_k = topk_ids.shape(1);
@@ -151,16 +152,27 @@ py::array forward(CpuModel& model, uint32_t layer, const py::array& hidden_state
   check_array(topk_ids, "topk_ids", "i4", {tokens, top_k});
   check_array(topk_weights, "topk_weights", "f4", {tokens, top_k});
   py::array output(py::dtype(dtype.numpy), std::vector<py::ssize_t>{tokens, hidden});
+  const size_t row_bytes = static_cast<size_t>(hidden) * dtype.bytes;
+  const char* in = static_cast<const char*>(hidden_states.data());
+  char* out = static_cast<char*>(output.mutable_data());
+  std::vector<MoeRows> parts;
+  py::ssize_t row = 0;
+  for (const uint32_t count : part_tokens.empty() ? std::vector{static_cast<uint32_t>(tokens)} : part_tokens) {
+    const size_t offset = static_cast<size_t>(row) * row_bytes;
+    parts.push_back({count, in + offset, out + offset});
+    row += count;
+  }
+  if (row != tokens) throw CoreError("invalid_argument", "the parts' tokens are not all tokens");
   const MoeRequest request{layer,
                            static_cast<uint32_t>(tokens),
                            static_cast<uint32_t>(top_k),
                            dtype.value,
-                           hidden_states.data(),
+                           parts.data(),
+                           static_cast<uint32_t>(parts.size()),
                            static_cast<const int32_t*>(topk_ids.data()),
-                           static_cast<const float*>(topk_weights.data()),
-                           output.mutable_data()};
+                           static_cast<const float*>(topk_weights.data())};
   const py::gil_scoped_release no_gil;
-  model.forward_checked(request);
+  model.forward_checked(request, interrupted);
   return output;
 }
 
@@ -230,7 +242,7 @@ void bind_model(py::module_& m) {
       .def("seal", &CpuModel::seal, no_gil)
       .def("forward_calls", &CpuModel::forward_calls)
       .def("forward", forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"), py::arg("topk_weights"),
-           py::arg("dtype"))
+           py::arg("dtype"), py::arg("interrupted") = false, py::arg("part_tokens") = std::vector<uint32_t>{})
       .def("dequantized", dequantized, py::arg("layer"), py::arg("expert"));
 }
 

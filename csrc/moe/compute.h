@@ -20,7 +20,7 @@ struct Compute {
   const syshax_huge_pages huge_pages;
   const uint32_t chunk_tokens;
   ThreadPool pool;
-  // Held for one forward. In service the dispatcher alone takes it, so that it never waits; Model.forward, which tests
+  // Held for one slice. In service the dispatcher alone takes it, so that it never waits; Model.forward, which tests
   // and benches call, takes it too.
   std::mutex turn;
 };

@@ -79,7 +79,6 @@ CpuModel::CpuModel(std::string name, const MoeGeometry& geometry, const std::str
   check_chunk();
   check_memory();
   map_arenas();
-  make_forward();
 }
 
 CpuModel::CpuModel(std::string name, const MoeGeometry& geometry, const std::string& format,
@@ -93,7 +92,6 @@ CpuModel::CpuModel(std::string name, const MoeGeometry& geometry, const std::str
       loaded_(geometry.num_layers, true) {
   check_chunk();
   check_sizes();
-  make_forward();
 }
 
 void CpuModel::check_chunk() const {
@@ -117,12 +115,33 @@ void CpuModel::check_sizes() const {
   }
 }
 
-void CpuModel::make_forward() {
+// The forward pass as the runtime's threads compute it: one slice at a time of all models.
+class CpuModel::Pass final : public ForwardPass {
+ public:
+  Pass(CpuModel& model, uint32_t max_tokens, std::vector<const char*> arenas)
+      : model_(model),
+        forward_(model.layout_, std::move(arenas), model.kernels_, select_vector_ops(model.compute_->features),
+                 model.compute_->pool, model.compute_->plan, std::min(max_tokens, model.compute_->chunk_tokens),
+                 model.compute_->huge_pages != SYSHAX_HUGE_OFF) {}
+
+  void begin(const MoeRequest& request) noexcept override { forward_.begin(request); }
+
+  bool advance(uint64_t until_ns) noexcept override {
+    const std::lock_guard<std::mutex> turn(model_.compute_->turn);
+    const bool through = forward_.advance(until_ns);
+    if (through) model_.forward_calls_.fetch_add(1, std::memory_order_relaxed);
+    return through;
+  }
+
+ private:
+  CpuModel& model_;
+  MoeForward forward_;
+};
+
+std::unique_ptr<ForwardPass> CpuModel::make_pass(uint32_t max_tokens) {
   std::vector<const char*> bases;
   for (const Arena& arena : arenas_) bases.push_back(arena.data());
-  forward_ = std::make_unique<MoeForward>(layout_, std::move(bases), kernels_, select_vector_ops(compute_->features),
-                                          compute_->pool, compute_->plan, compute_->chunk_tokens,
-                                          compute_->huge_pages != SYSHAX_HUGE_OFF);
+  return std::make_unique<Pass>(*this, max_tokens, std::move(bases));
 }
 
 void CpuModel::check_memory() const {
@@ -301,13 +320,7 @@ void CpuModel::seal() {
   state_ = State::kSealed;
 }
 
-void CpuModel::forward(const MoeRequest& request) noexcept {
-  const std::lock_guard<std::mutex> turn(compute_->turn);
-  forward_->run(request);
-  forward_calls_.fetch_add(1, std::memory_order_relaxed);
-}
-
-void CpuModel::forward_checked(const MoeRequest& request) {
+void CpuModel::forward_checked(const MoeRequest& request, bool interrupted) {
   check_layer(request.layer);
   const MoeGeometry g = geometry();
   if (request.num_tokens == 0 || request.top_k == 0 || request.top_k > g.num_experts)
@@ -320,13 +333,15 @@ void CpuModel::forward_checked(const MoeRequest& request) {
                                               std::to_string(i % request.top_k) + "] is " +
                                               std::to_string(request.topk_ids[i]) + ", outside [-1, " +
                                               std::to_string(g.num_experts) + ")");
-  const std::lock_guard<std::mutex> turn(compute_->turn);
+  const std::lock_guard<std::mutex> alone(checked_mutex_);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     require(State::kSealed, "compute with");
   }
-  forward_->run(request);
-  forward_calls_.fetch_add(1, std::memory_order_relaxed);
+  if (!checked_pass_) checked_pass_ = make_pass(compute_->chunk_tokens);
+  checked_pass_->begin(request);
+  while (!checked_pass_->advance(interrupted ? 0 : UINT64_MAX)) {
+  }
 }
 
 void CpuModel::dequantize(uint32_t layer, uint32_t expert, float* gate, float* up, float* down) const {
@@ -354,9 +369,9 @@ void CpuModel::close() {
 }
 
 void CpuModel::release() {
-  const std::lock_guard<std::mutex> turn(compute_->turn);
+  const std::lock_guard<std::mutex> alone(checked_mutex_);
   const std::lock_guard<std::mutex> lock(mutex_);
-  forward_.reset();
+  checked_pass_.reset();
   for (Arena& arena : arenas_) arena = Arena();
 }
 

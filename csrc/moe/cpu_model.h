@@ -2,7 +2,7 @@
 //
 // Life: made (memory reserved and populated), filled layer by layer, sealed, served, released; or made of sealed arenas
 // that an earlier process filled, and served. Every step checks that it is its turn. Loading may run on several
-// threads; release waits for a forward in flight.
+// threads.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -55,10 +55,11 @@ class CpuModel final : public ExpertModel {
   void fill_random(uint64_t seed);
   void seal();
 
-  void forward(const MoeRequest& request) noexcept override;
-  // forward for callers that are not the dispatcher: throws CoreError("model_not_ready") unless sealed, and
-  // CoreError("invalid_argument") for a layer, top_k or id out of range.
-  void forward_checked(const MoeRequest& request);
+  std::unique_ptr<ForwardPass> make_pass(uint32_t max_tokens) override;
+  // A whole pass for callers that are not the dispatcher, one at a time: throws CoreError("model_not_ready") unless
+  // sealed, and CoreError("invalid_argument") for a layer, top_k or id out of range. interrupted: as often as it can
+  // be, for tests.
+  void forward_checked(const MoeRequest& request, bool interrupted = false);
   // gate, up [intermediate_size, hidden_size] and down [hidden_size, intermediate_size] as the kernels see them.
   void dequantize(uint32_t layer, uint32_t expert, float* gate, float* up, float* down) const;
 
@@ -66,17 +67,17 @@ class CpuModel final : public ExpertModel {
   void check_serving() const;
   // From now on nobody may begin to use it; throws CoreError("model_in_use") while it is being loaded.
   void close();
-  // Gives a closed model's memory back; returns when no forward uses it.
+  // Gives a closed model's memory back; returns when forward_checked does not use it. No pass may be used any more.
   void release();
 
  private:
+  class Pass;
   enum class State { kFilling, kSealed, kClosed };
 
   void check_memory() const;
   void check_chunk() const;
   void check_sizes() const;
   void map_arenas();
-  void make_forward();
   void require(State state, const char* action) const;
   void check_layer(uint32_t layer) const;
   // Runs `fill` while the layer counts as being loaded, and counts it as loaded when fill returns.
@@ -91,7 +92,8 @@ class CpuModel final : public ExpertModel {
   const ExpertLayout layout_;
   DtypeKernels kernels_{};
   std::vector<Arena> arenas_;
-  std::unique_ptr<MoeForward> forward_;
+  std::mutex checked_mutex_;  // of forward_checked
+  std::unique_ptr<ForwardPass> checked_pass_;
   mutable std::mutex mutex_;  // guards the three below
   State state_ = State::kFilling;
   uint32_t loading_ = 0;

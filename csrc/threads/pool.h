@@ -18,6 +18,7 @@ namespace syshax {
 struct alignas(64) WorkCounter {
   std::atomic<uint32_t> next{0};
   uint32_t take() { return next.fetch_add(1, std::memory_order_relaxed); }
+  uint32_t taken() const { return next.load(std::memory_order_relaxed); }
   void reset() { next.store(0, std::memory_order_relaxed); }
 };
 

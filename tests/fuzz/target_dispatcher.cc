@@ -5,6 +5,7 @@
 // The model is an exclusive or with a word that depends on layer, ids and weights: it leaves secrets recognisable.
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -32,32 +33,62 @@ uint32_t mix(uint32_t layer, const int32_t* ids, const float* weights, uint32_t 
   return sum;
 }
 
+void check_request(const syshax::MoeRequest& r) {
+  uint32_t tokens = 0;
+  for (uint32_t p = 0; p < r.num_parts; ++p) tokens += std::min(r.parts[p].num_tokens, 65u);
+  if (r.layer >= kLayers || tokens != r.num_tokens || tokens < 1 || r.top_k < 1 || r.top_k > kTopK || r.dtype > 2)
+    fail("dispatcher: an unchecked request reached the model");
+  for (uint32_t i = 0; i < r.num_tokens * r.top_k; ++i)
+    if (r.topk_ids[i] < -1 || r.topk_ids[i] >= static_cast<int32_t>(kExperts))
+      fail("dispatcher: expert %d reached the model", r.topk_ids[i]);
+}
+
+// A few tokens a slice, so that requests are interrupted and sessions end in the middle of them.
+class Pass final : public syshax::ForwardPass {
+ public:
+  void begin(const syshax::MoeRequest& request) noexcept override {
+    check_request(request);
+    request_ = request;
+    part_ = token_ = row_ = 0;
+  }
+  bool advance(uint64_t) noexcept override {
+    for (uint32_t i = 0; i < kTokensPerSlice && token_ < request_.num_tokens; ++i) next_token();
+    return token_ == request_.num_tokens;
+  }
+
+ private:
+  static constexpr uint32_t kTokensPerSlice = 16;
+
+  void next_token() {
+    const syshax::MoeRows& part = request_.parts[part_];
+    const size_t at = size_t{token_++} * request_.top_k;
+    const uint32_t sum = mix(request_.layer, request_.topk_ids + at, request_.topk_weights + at, request_.top_k);
+    if (request_.dtype == SYSHAX_FLOAT32)
+      row<uint32_t>(part, row_, sum);
+    else
+      row<uint16_t>(part, row_, sum);
+    if (++row_ < part.num_tokens) return;
+    row_ = 0;
+    ++part_;
+  }
+  template <typename Word>
+  static void row(const syshax::MoeRows& part, uint32_t index, uint32_t sum) {
+    const Word* in = static_cast<const Word*>(part.hidden_states) + index * kHidden;
+    Word* out = static_cast<Word*>(part.output) + index * kHidden;
+    for (uint32_t i = 0; i < kHidden; ++i) out[i] = in[i] ^ static_cast<Word>(sum);
+  }
+
+  syshax::MoeRequest request_{};
+  uint32_t part_ = 0, token_ = 0, row_ = 0;
+};
+
 class Model final : public syshax::ExpertModel {
  public:
   const std::string& name() const override { return name_; }
   syshax::MoeGeometry geometry() const override { return {kLayers, kExperts, kHidden, 1, kTopK}; }
-  void forward(const syshax::MoeRequest& r) noexcept override {
-    if (r.layer >= kLayers || r.num_tokens < 1 || r.num_tokens > 64 || r.top_k < 1 || r.top_k > kTopK || r.dtype > 2)
-      fail("dispatcher: an unchecked request reached the model");
-    for (uint32_t i = 0; i < r.num_tokens * r.top_k; ++i)
-      if (r.topk_ids[i] < -1 || r.topk_ids[i] >= static_cast<int32_t>(kExperts))
-        fail("dispatcher: expert %d reached the model", r.topk_ids[i]);
-    for (uint32_t t = 0; t < r.num_tokens; ++t) {
-      uint32_t sum = mix(r.layer, r.topk_ids + t * r.top_k, r.topk_weights + t * r.top_k, r.top_k);
-      if (r.dtype == SYSHAX_FLOAT32)
-        row<uint32_t>(r, t, sum);
-      else
-        row<uint16_t>(r, t, sum);
-    }
-  }
+  std::unique_ptr<syshax::ForwardPass> make_pass(uint32_t) override { return std::make_unique<Pass>(); }
 
  private:
-  template <typename Word>
-  static void row(const syshax::MoeRequest& r, uint32_t token, uint32_t sum) {
-    const Word* in = static_cast<const Word*>(r.hidden_states) + token * kHidden;
-    Word* out = static_cast<Word*>(r.output) + token * kHidden;
-    for (uint32_t i = 0; i < kHidden; ++i) out[i] = in[i] ^ static_cast<Word>(sum);
-  }
   const std::string name_ = "fuzz";
 };
 

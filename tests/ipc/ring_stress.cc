@@ -30,20 +30,38 @@ void require(bool truth, const char* what) {
   std::exit(1);
 }
 
-// output = hidden_states * sum of (id + 1) * weight
+// output = hidden_states * sum of (id + 1) * weight; a token a slice.
+class Pass final : public syshax::ForwardPass {
+ public:
+  void begin(const syshax::MoeRequest& request) noexcept override {
+    request_ = request;
+    part_ = token_ = row_ = 0;
+  }
+  bool advance(uint64_t) noexcept override {
+    const syshax::MoeRows& part = request_.parts[part_];
+    const float* in = static_cast<const float*>(part.hidden_states) + row_ * kHidden;
+    float* out = static_cast<float*>(part.output) + row_ * kHidden;
+    float sum = 0;
+    for (uint32_t i = token_ * request_.top_k; i < (token_ + 1) * request_.top_k; ++i)
+      sum += (request_.topk_ids[i] + 1) * request_.topk_weights[i];
+    for (uint32_t i = 0; i < kHidden; ++i) out[i] = in[i] * sum;
+    if (++row_ == part.num_tokens) {
+      row_ = 0;
+      ++part_;
+    }
+    return ++token_ == request_.num_tokens;
+  }
+
+ private:
+  syshax::MoeRequest request_;
+  uint32_t part_ = 0, token_ = 0, row_ = 0;
+};
+
 class Model final : public syshax::ExpertModel {
  public:
   const std::string& name() const override { return name_; }
   syshax::MoeGeometry geometry() const override { return {2, kExperts, kHidden, 1, kTopK}; }
-  void forward(const syshax::MoeRequest& r) noexcept override {
-    const float* in = static_cast<const float*>(r.hidden_states);
-    float* out = static_cast<float*>(r.output);
-    for (uint32_t t = 0; t < r.num_tokens; ++t) {
-      float sum = 0;
-      for (uint32_t k = 0; k < r.top_k; ++k) sum += (r.topk_ids[t * r.top_k + k] + 1) * r.topk_weights[t * r.top_k + k];
-      for (uint32_t i = 0; i < kHidden; ++i) out[t * kHidden + i] = in[t * kHidden + i] * sum;
-    }
-  }
+  std::unique_ptr<syshax::ForwardPass> make_pass(uint32_t) override { return std::make_unique<Pass>(); }
 
  private:
   const std::string name_ = "stress";

@@ -8,7 +8,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CSRC = HERE.parent.parent / "csrc"
-SOURCES = ["dispatcher.cc", "session.cc", "ipc/ring_server.cc", "ipc/sigbus_guard.cc"]
+SOURCES = [
+    "dispatcher.cc",
+    "session.cc",
+    "schedule/fair_share.cc",
+    "schedule/companions.cc",
+    "ipc/ring_server.cc",
+    "ipc/sigbus_guard.cc",
+]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/dtype.h"
 #include "base/error.h"
 #include "base/float16.h"
 #include "kernels/activations.h"
@@ -177,10 +178,32 @@ class Layer {
   std::vector<float> forward(const std::vector<float>& x, const std::vector<int32_t>& ids,
                              const std::vector<float>& weights) {
     const std::vector<char> in = to_dtype(x, setting_.dtype);
-    std::vector<char> out(in.size(), 0x55);
-    model_.forward_checked({setting_.geometry.num_layers - 1, setting_.tokens, setting_.top_k, setting_.dtype,
-                            in.data(), ids.data(), weights.data(), out.data()});
+    std::vector<char> out(in.size(), 0x55), again(in.size(), 0x55);
+    const MoeRows all = {setting_.tokens, in.data(), out.data()};
+    const MoeRequest request = {setting_.geometry.num_layers - 1,
+                                setting_.tokens,
+                                setting_.top_k,
+                                setting_.dtype,
+                                &all,
+                                1,
+                                ids.data(),
+                                weights.data()};
+    model_.forward_checked(request);
+    forward_in_pieces(request, again.data());
+    if (out != again)
+      fail("%s: interrupted and in parts it gives other bits (%s)", kernel(), describe(setting_).c_str());
     return from_dtype(out, setting_.dtype);
+  }
+
+  // Each token a part of its own, interrupted as often as can be.
+  void forward_in_pieces(MoeRequest request, char* out) {
+    const size_t row_bytes = setting_.geometry.hidden_size * dtype_bytes(setting_.dtype);
+    const char* in = static_cast<const char*>(request.parts->hidden_states);
+    std::vector<MoeRows> parts;
+    for (uint32_t i = 0; i < setting_.tokens; ++i) parts.push_back({1, in + i * row_bytes, out + i * row_bytes});
+    request.parts = parts.data();
+    request.num_parts = setting_.tokens;
+    model_.forward_checked(request, true);
   }
 
  private:
