@@ -100,7 +100,7 @@ def main() -> int:
         if chosen.round is None and chosen.requests and not shortfalls:
             figures["mixed"] = mixed_requests(stand, chosen.requests, chosen.seed)
         shortfalls += stand.shortfalls + stand.last_look()
-        figures |= {"outcomes": dict(stand.outcomes), "growth_bytes": stand.growth}
+        figures |= {"outcomes": dict(stand.outcomes), "growth_bytes": stand.growth, "noisy": stand.noisy}
     figures["recovery"] = {
         group: {"rounds": len(times), "median_s": statistics.median(times), "longest_s": max(times)}
         for group, times in sorted(recoveries.items())
