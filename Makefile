@@ -66,7 +66,7 @@ sanitize: setup  ## the native tests under the address, undefined-behaviour and 
 
 # CI sets FUZZ=short.
 FUZZ ?= long
-fuzz: setup-test  ## hostile input for ring, sockets and control API: ten million inputs (FUZZ=short: half a minute)
+fuzz: setup-test  ## hostile input for ring, sockets and control API: ten million inputs (FUZZ=short: a quarter of a minute)
 	@$(PY) tests/fuzz/run.py $(FUZZ) $(FUZZ_OPTIONS)
 
 check: setup-test  ## formatting, lint, types, documentation that must match the code

@@ -70,7 +70,7 @@ test_sanitize() {
     for kind in address,undefined thread; do
         say "building with the sanitizers: $kind"
         build "build/sanitize-${kind%,*}" -DSYSHAX_SANITIZE=$kind
-        for program in $programs "moe_test $length" "ring_fuzz ring --seconds 2" "ring_fuzz dispatcher --seconds 5"; do
+        for program in $programs "moe_test $length" "ring_fuzz ring --seconds 1" "ring_fuzz dispatcher --seconds 3"; do
             # shellcheck disable=SC2086
             run build/sanitize-${kind%,*}/$program
         done

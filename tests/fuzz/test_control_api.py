@@ -123,7 +123,7 @@ def talk(daemon: RealDaemon, data: bytes, seconds: float) -> bytes:
     with daemon.dial_control() as connection:
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(data)
-        for wait in (min(seconds, 0.1) if b"\r\n\r\n" in data else 0.001, seconds):
+        for wait in (min(seconds, 0.05) if b"\r\n\r\n" in data else 0.001, seconds):
             connection.settimeout(wait)
             with suppress(TimeoutError, ConnectionResetError):
                 while more := connection.recv(1 << 16):
@@ -133,7 +133,7 @@ def talk(daemon: RealDaemon, data: bytes, seconds: float) -> bytes:
     return answer
 
 
-@settings(max_examples=EXAMPLES * 4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES * 2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests() | mutated() | st.binary(max_size=200))
 def test_any_request(daemon: RealDaemon, counter: Counter, data: bytes) -> None:
     assume(b"/v1/models/tiny" not in data and b"DELETE /v1/sessions/1 " not in data)
