@@ -230,7 +230,7 @@ class SessionInfo(Answer):
     use: float = 0.0
     """Part of the data plane's time that was spent on it in the last seconds, 0 to 1."""
     wait_ms_p50: float = 0.0
-    """From a request's arrival to its start, over the last requests."""
+    """From a request's arrival to its start, since the session attached; within an eighth, as all of these."""
     wait_ms_p99: float = 0.0
     service_ms_p50: float = 0.0
     """From a request's start to its answer: computing, and others' slices between its own."""

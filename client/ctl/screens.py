@@ -226,7 +226,10 @@ def sessions(answer: SessionsAnswer) -> RenderableType:
     legend = _notes(
         [
             ("use:", "of the data plane's time in the last seconds"),
-            ("wait, service:", "until a call is begun, and from there to its end: median and 99th percentile"),
+            (
+                "wait, service:",
+                "before a call begins, and from there on: median / 99th percentile since attaching",
+            ),
         ],
         "dim",
     )

@@ -156,7 +156,7 @@ ID  Worker (pid), model                  Class               Use   Tokens      W
     xxxx… (4003), Qwen3-30B-A3B
 
 use:           of the data plane's time in the last seconds
-wait, service: until a call is begun, and from there to its end: median and 99th percentile
+wait, service: before a call begins, and from there on: median / 99th percentile since attaching
 """
 
 

@@ -158,5 +158,31 @@ def test_class_and_share_of_a_running_session(manager: ServiceManager, bystander
     bystander.moe(0, *REQUEST)
     (info,) = manager.control.get("/v1/sessions", SessionsAnswer).sessions
     assert (info.priority, info.share, info.requests) == ("batch", 40, 2)
-    assert 0 <= info.service_ms_p50 <= info.service_ms_p99
-    assert 0 <= info.wait_ms_p50 <= info.wait_ms_p99 and 0 <= info.use <= 1
+    assert 0 < info.service_ms_p50 <= info.service_ms_p99
+    assert 0 < info.wait_ms_p50 <= info.wait_ms_p99 and 0 < info.use <= 1
+
+
+def test_a_share_holds_at_once_and_its_use_is_seen(manager: ServiceManager, bystander: Model) -> None:
+    """A session that asks without pause takes nearly all of the time; then a fifth of it, and others do not notice."""
+    child, number = start_client(manager, "stay")
+    with child:
+        time.sleep(2)
+
+        def busy() -> SessionInfo:
+            return next(
+                info
+                for info in manager.control.get("/v1/sessions", SessionsAnswer).sessions
+                if info.session_id == number
+            )
+
+        free = busy()
+        assert free.throttled_ms_total == 0
+        manager.control.patch(f"/v1/sessions/{number}", SessionChange(share=20), SessionInfo)
+        before, began = busy(), time.monotonic()
+        time.sleep(3)
+        after, took = busy(), time.monotonic() - began
+        child.kill()
+    assert after.requests > before.requests, "it is slowed down, not stopped"
+    assert after.throttled_ms_total > 500
+    assert (after.compute_ms_total - before.compute_ms_total) / 1e3 / took < 0.3
+    assert free.use > 0.3
