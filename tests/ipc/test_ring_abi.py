@@ -35,11 +35,12 @@ def test_the_documentation_tells_the_same_offsets() -> None:
         section = text.split(f"### `{struct}`")[1].split("\n### ")[0].split("\n## ")[0]
         rows = re.findall(r"^\| `(\w+)` \| (\d+) \| (\d+) \|", section, re.M)
         assert {name: [int(offset), int(size)] for name, offset, size in rows} == GOLDEN[struct]["fields"]
-    statuses = re.findall(r"^\| (\d) \| `SYSHAX_RING_(\w+)` \|", text, re.M)
+    row = r"^\| (\d) \| `SYSHAX_RING_(\w+)` \|"
+    statuses = re.findall(row, text.split("\n## Statuses")[1].split("\n## ")[0], re.M)
     assert len(statuses) == 8
     for value, name in statuses:
         assert GOLDEN["constants"][name] == int(value)
-    ends = re.findall(r"^\| (\d) \| `SYSHAX_RING_(\w+)`, closing \|", text, re.M)
+    ends = re.findall(row, text.split("\n## Ends")[1].split("\n## ")[0], re.M)
     assert {name: int(value) for value, name in ends} == {end.name: end.value for end in Closing}
     assert all(GOLDEN["constants"][end.name] == end.value for end in Closing)
 
