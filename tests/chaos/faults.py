@@ -173,6 +173,7 @@ def _lockstep(stand: Stand) -> None:
     together[0].signal(signal.SIGSTOP)
     together[1].kill()
     stand.progress()
+    stand.together += sum(info.batched for info in stand.sessions())
     together[0].signal(signal.SIGCONT)
     for process in (together[0], *together[2:]):
         stand.finish(process)

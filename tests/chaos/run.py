@@ -99,8 +99,15 @@ def main() -> int:
         stand.end_bystanders()
         if chosen.round is None and chosen.requests and not shortfalls:
             figures["mixed"] = mixed_requests(stand, chosen.requests, chosen.seed)
+        if any(group.startswith("one of several") for group in recoveries) and not stand.together:
+            shortfalls.append("no request was ever computed together with another session's")
         shortfalls += stand.shortfalls + stand.last_look()
-        figures |= {"outcomes": dict(stand.outcomes), "growth_bytes": stand.growth, "noisy": stand.noisy}
+        figures |= {
+            "outcomes": dict(stand.outcomes),
+            "growth_bytes": stand.growth,
+            "noisy": stand.noisy,
+            "together": stand.together,
+        }
     figures["recovery"] = {
         group: {"rounds": len(times), "median_s": statistics.median(times), "longest_s": max(times)}
         for group, times in sorted(recoveries.items())
@@ -124,6 +131,7 @@ def report(figures: dict) -> None:
     for group, row in figures["recovery"].items():
         print(f"{group:58}  {row['rounds']:6}  {row['median_s']:18.2f}  {row['longest_s']:7.2f}")
     print("how requests ended:", ", ".join(f"{count} {code}" for code, count in figures["outcomes"].items()))
+    print(f"computed together with another session's, where that was tried: {figures['together']}")
     if mixed := figures.get("mixed"):
         print(f"mixed: {mixed['right']} of {mixed['requests']} right from 8 sessions, {mixed['per_second']:.0f}/s")
     print(f"{figures['seconds']:.0f} s; the daemon's own memory grew by at most {figures['growth_bytes'] >> 10} KiB")

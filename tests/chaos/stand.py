@@ -167,7 +167,7 @@ class Stand:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.allowed: set[str] = set()
         self.latency = 0.0
-        self.noisy = 0
+        self.noisy, self.together = 0, 0
         self.growth = 0
         self.before: Usage | None = None
         self.bystanders: dict[str, Process] = {}
