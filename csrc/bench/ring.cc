@@ -35,7 +35,7 @@ namespace {
 constexpr uint32_t kMaxSamples = 1u << 20;
 constexpr uint32_t kSpinUs = 100;  // far above a round trip; bounded, because unpinned sides may meet on one CPU
 
-struct Shared {  // between the two processes
+struct Shared {  // between the two processes; behind it the payload there, and the payload back
   alignas(64) std::atomic<uint32_t> ping;
   alignas(64) std::atomic<uint32_t> pong;
   alignas(64) uint32_t num_samples;
@@ -47,12 +47,15 @@ class NullModel final : public ExpertModel {
   explicit NullModel(uint32_t hidden_size) : geometry_{1, 8, hidden_size, 1, 8} {}
   const std::string& name() const override { return name_; }
   MoeGeometry geometry() const override { return geometry_; }
-  std::unique_ptr<ForwardPass> make_pass(uint32_t) override { return std::make_unique<Pass>(); }
+  std::unique_ptr<ForwardPass> make_pass(uint32_t) override { return std::make_unique<Pass>(geometry_.hidden_size); }
 
  private:
+  // Moves the bytes and computes nothing, as the bare ping-pong does.
   struct Pass final : ForwardPass {
-    void begin(const MoeRequest&) noexcept override {}
+    explicit Pass(uint32_t hidden_size) : bytes(size_t{hidden_size} * sizeof(float)) {}
+    void begin(const MoeRequest& r) noexcept override { std::memcpy(r.output, r.hidden_states, bytes); }
     bool advance(uint64_t) noexcept override { return true; }
+    const size_t bytes;
   };
   const std::string name_ = "null";
   const MoeGeometry geometry_;
@@ -96,11 +99,11 @@ class Bench {
         client_cpu_(client_cpu),
         daemon_cpu_(daemon_cpu),
         shared_cpu_(shares_cpu(client_cpu, daemon_cpu)) {
-    void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void* memory = mmap(nullptr, shared_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) fail(std::strerror(errno));
     shared_ = new (memory) Shared{};
   }
-  ~Bench() { munmap(shared_, sizeof(Shared)); }
+  ~Bench() { munmap(shared_, shared_bytes()); }
 
   RingBench run() {
     RingBench result = {};
@@ -193,25 +196,34 @@ class Bench {
         round_trip, [&] { dispatcher.start(); }, [] {});
   }
 
+  size_t row_bytes() const { return size_t{hidden_size_} * sizeof(float); }
+  size_t shared_bytes() const { return sizeof(Shared) + 2 * row_bytes(); }
+
   void relax() const {
     if (shared_cpu_) sched_yield();
   }
 
   double floor_spin() {
+    char *there = reinterpret_cast<char*>(shared_ + 1), *back = there + row_bytes();
+    std::vector<char> own(row_bytes());
     auto client = [&] {
+      std::memcpy(there, own.data(), own.size());
       uint32_t next = shared_->ping.load(std::memory_order_relaxed) + 1;
       shared_->ping.store(next, std::memory_order_release);
       while (shared_->pong.load(std::memory_order_acquire) != next) relax();
+      std::memcpy(own.data(), back, own.size());
       return true;
     };
     auto daemon = [&] {
       uint32_t seen = 0;
       while (!ended_.load(std::memory_order_relaxed)) {
         uint32_t next = shared_->ping.load(std::memory_order_acquire);
-        if (next == seen)
+        if (next == seen) {
           relax();
-        else
-          shared_->pong.store(seen = next, std::memory_order_release);
+          continue;
+        }
+        std::memcpy(back, there, row_bytes());
+        shared_->pong.store(seen = next, std::memory_order_release);
       }
     };
     return measure(client, daemon, [] {}).first;

@@ -1,5 +1,6 @@
-// Round-trip times of the ring with a model that does nothing, and the floors that this machine sets: what the same
-// two processes need with a bare word of shared memory and with bare eventfds.
+// Round-trip times of the ring with a model that hands back what it is given, and the floors that this machine sets:
+// what the same two processes need to pass the payload on with a bare word of shared memory, and to wake each other
+// with eventfds.
 #pragma once
 #include <cstddef>
 

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from syshax.errors import SyshaxError
-from syshaxd.bench import limits, moe, reports, ring, suite
+from syshaxd.bench import limits, moe, reports, ring, spinning, suite
 from syshaxd.bench.timing import QUIET_CPUS
 from syshaxd.core import compiled_core, core_errors
 
@@ -156,21 +156,47 @@ def ring_command(
     payload: Annotated[int, typer.Option(min=4, help="Bytes of hidden states each way.")] = 4096,
     client_cpu: Annotated[int, typer.Option(min=-1, help="-1: the first that may be used.")] = -1,
     daemon_cpu: Annotated[int, typer.Option(min=-1, help="-1: the last that may be used.")] = -1,
+    parts: Annotated[str, typer.Option(help="What to measure, separated by commas.")] = ",".join(ring.PARTS),
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """The ring: microseconds from a client to the data plane and back, beside the least that the machine allows."""
+    """The ring, held against what it must reach: exit status 1 when something falls short. latency: microseconds from
+    a client to the data plane and back, beside the least that the machine allows. idle: what a daemon and a client cost
+    that have nothing to do. spinning: whether it gives way where others want the CPUs."""
     with errors_for_people():
-        figures = ring.run(seconds, payload, client_cpu, daemon_cpu)
+        say = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
+        record = ring.whole(parts.split(","), seconds, payload, (client_cpu, daemon_cpu), say)
     if as_json:
-        print(json.dumps(figures))
-        return
-    result = Table(title=f"{payload} bytes each way")
-    result.add_column("figure")
-    result.add_column("µs", justify="right")
-    result.add_column("what")
-    for name, meaning in ring.MEANINGS.items():
-        result.add_row(name, f"{figures[name]:.2f}", meaning)
-    Console(width=None if sys.stdout.isatty() else 120).print(result)
+        print(json.dumps(record))
+    else:
+        for result in ring_tables(record, payload):
+            Console(width=None if sys.stdout.isatty() else 120).print(result)
+        print(record["line"], flush=True)
+    if record["falls_short"]:
+        raise typer.Exit(1)
+
+
+def ring_tables(record: dict[str, Any], payload: int) -> Iterator[Table]:
+    if "floor_spin_us" in record:
+        result = Table("figure", title=f"{payload} bytes each way")
+        result.add_column("µs", justify="right")
+        result.add_column("what")
+        for name, meaning in ring.MEANINGS.items():
+            result.add_row(name, f"{record[name]:.2f}", meaning)
+        yield result
+    if "spinning" in record:
+        result = Table("a small layer, µs", title="spinning")
+        for heading in ("by the rule", *(f"{us} µs fixed" for us in spinning.FIXED_SETTINGS), "best fixed / rule"):
+            result.add_column(heading, justify="right")
+        for row in record["spinning"]:
+            times = [f"{time:.1f}" for time in (row["ours_us"], *row["fixed_us"].values())]
+            result.add_row(row["scenario"], *times, f"{row['ratio']:.2f}")
+        yield result
+    result = Table("target", title="targets")
+    for heading in ("at most", "found"):
+        result.add_column(heading, justify="right")
+    for verdict in record["verdicts"]:
+        result.add_row(verdict["target"], f"{verdict['at_most']:g}", f"{verdict['value']:.3g}")
+    yield result
 
 
 def busy_note(cpus: float) -> str:

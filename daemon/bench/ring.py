@@ -1,22 +1,36 @@
-"""`syshaxd bench ring`: a client process to the data plane and back, with a model that computes nothing.
+"""`syshaxd bench ring`: a client process to the data plane and back, what both cost when idle, and whether spinning
+gives way where CPUs are wanted by others; held against targets.toml.
 
-Owns which CPUs the two sides take; the measuring is the core's (csrc/bench/ring.cc).
+Owns which CPUs the two sides take and the verdict; the measuring is the core's (csrc/bench/ring.cc), `spinning` and
+`idling`.
 """
 
 from __future__ import annotations
 
 import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from syshax.errors import HardwareError, InvalidArgumentError
 from syshaxd import _core
+from syshaxd.bench import idling, spinning
+from syshaxd.bench.targets import TABLE
 
+PARTS = ("latency", "idle", "spinning")
 MEANINGS = {
     "spin_us_p50": "there and back while both sides look",
     "spin_us_p99": "the same, one in a hundred takes longer",
-    "floor_spin_us": "a bare word in shared memory",
+    "floor_spin_us": "a bare word in shared memory and the same bytes",
     "parked_us_p50": "there and back when the daemon sleeps",
     "floor_parked_us": "two bare eventfds",
 }
+
+
+ROUNDS = 5
+SPINNING_SECONDS = 0.25
+IDLE_SECONDS = 5.0
 
 
 def run(seconds: float, payload_bytes: int, client_cpu: int, daemon_cpu: int) -> dict[str, float]:
@@ -34,3 +48,53 @@ def run(seconds: float, payload_bytes: int, client_cpu: int, daemon_cpu: int) ->
         return _core.bench_ring(seconds, payload_bytes, client, daemon)
     except _core.CoreError as error:
         raise InvalidArgumentError(str(error), error.hint) from error
+
+
+def whole(
+    parts: Sequence[str], seconds: float, payload_bytes: int, cpus: tuple[int, int], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """The figures of the wanted parts, `verdicts`, `line` and `falls_short`. Raises SyshaxError."""
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise InvalidArgumentError(f'part "{unknown[0]}" is none of {", ".join(PARTS)}')
+    figures: dict[str, Any] = {}
+    if "latency" in parts:
+        say("round trips, and the least that the machine allows")
+        figures |= run(seconds, payload_bytes, *cpus)
+        figures["spin_ratio"] = figures["spin_us_p50"] / figures["floor_spin_us"]
+        figures["parked_ratio"] = figures["parked_us_p50"] / figures["floor_parked_us"]
+    if "idle" in parts:
+        say("a daemon and a client with nothing to do")
+        figures |= idling.measure(IDLE_SECONDS)
+    if "spinning" in parts:
+        figures["spinning"] = []
+        for name in spinning.SCENARIOS:
+            say(f"spinning: {name}")
+            figures["spinning"].append(spinning.measure(name, SPINNING_SECONDS, ROUNDS))
+        figures["spinning_slowdown"] = max(1 / record["ratio"] for record in figures["spinning"])
+    verdicts = judge(read_targets(), figures)
+    short = [verdict for verdict in verdicts if not verdict["met"]]
+    found = "; ".join(
+        f"{verdict['target']}: {verdict['value']:.3g}, at most {verdict['at_most']:g}" for verdict in short
+    )
+    line = f"bench ring: {f'falls short: {found}' if short else f'nothing falls short in {len(verdicts)} comparisons'}"
+    return {**figures, "verdicts": verdicts, "line": line, "falls_short": bool(short)}
+
+
+def read_targets(file: Path = TABLE) -> list[dict[str, Any]]:
+    """Rows of [[ring]]: name, figure, at_most."""
+    rows: list[dict[str, Any]] = tomllib.loads(file.read_text(encoding="utf-8"))["ring"]
+    return rows
+
+
+def judge(targets: Sequence[Mapping[str, Any]], figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One verdict for every target whose figure was measured."""
+    return [
+        {
+            "target": target["name"],
+            "value": round(figures[target["figure"]], 4),
+            "at_most": target["at_most"],
+            "met": figures[target["figure"]] <= target["at_most"],
+        }
+        for target in targets
+        if target["figure"] in figures
+    ]
