@@ -1,8 +1,8 @@
 """Whether spinning gives way by itself: a small layer over the ring, with the rule of csrc/base/spin.h and with fixed
 settings, where threads have their CPUs to themselves and where they do not.
 
-A scenario is measured in a process of its own (this module as a program), which is the daemon's side; its client is
-one more process. So a scenario may stop it and let it go on, as a quota does.
+A scenario is measured in a process of its own (this module as a program), which is the daemon's side, so that it can be
+stopped and let go on as a quota does. Its client is one more process, which is handed session after session.
 """
 
 from __future__ import annotations
@@ -43,14 +43,37 @@ MOST_CPUS = 8
 QUOTA_PERIOD_SECONDS = 0.1
 
 
+class Setting(TypedDict):
+    """Of the data plane and of the client."""
+
+    daemon: int
+    client: int
+
+
 @dataclass(frozen=True)
 class Scenario:
-    """`threads`: for each CPU. `quota`: part of the CPUs' time for the daemon's side. `one_cpu`: all on one."""
+    """`threads`: for each CPU. `quota`: part of the CPUs' time for the daemon's side. `one_cpu`: all on one.
+    `apart`: daemon and client on CPUs of their own, where there are two."""
 
     threads: int = 1
     busy: bool = False
     quota: float = 0.0
     one_cpu: bool = False
+    apart: bool = False
+
+    def cpus(self) -> tuple[list[int], list[int]]:
+        """The daemon's and the client's."""
+        allowed = sorted(os.sched_getaffinity(0))[:MOST_CPUS]
+        if self.apart and len(allowed) > 1:
+            return allowed[: len(allowed) // 2], allowed[len(allowed) // 2 :]
+        return (allowed[:1], allowed[:1]) if self.one_cpu else (allowed, allowed)
+
+    def settings(self) -> dict[str, Setting]:
+        """Ours is what a daemon of these CPUs has and gives a client of these CPUs."""
+        daemon_cpus, client_cpus = self.cpus()
+        shared = set(daemon_cpus) & set(client_cpus)
+        fixed = {str(us): Setting(daemon=us | FIXED, client=us | FIXED) for us in FIXED_SETTINGS}
+        return {"ours": Setting(daemon=DEFAULT_US, client=0 if shared else DEFAULT_US), **fixed}
 
 
 SCENARIOS: Mapping[str, Scenario] = {
@@ -59,6 +82,7 @@ SCENARIOS: Mapping[str, Scenario] = {
     "other busy processes on the CPUs": Scenario(busy=True),
     "half of the CPUs' time as quota": Scenario(quota=0.5),
     "daemon and client on one CPU": Scenario(one_cpu=True),
+    "daemon and client on CPUs of their own": Scenario(apart=True),
 }
 
 
@@ -71,33 +95,21 @@ class SpinRecord(TypedDict):
     ratio: float
 
 
-class Setting(TypedDict):
-    """Of the data plane and of the client."""
-
-    daemon: int
-    client: int
-
-
-def settings() -> dict[str, Setting]:
-    """Ours is what a daemon whose CPUs are shared with the client has."""
-    fixed = {str(us): Setting(daemon=us | FIXED, client=us | FIXED) for us in FIXED_SETTINGS}
-    return {"ours": Setting(daemon=DEFAULT_US, client=0), **fixed}
-
-
 def measure(name: str, seconds: float, rounds: int) -> SpinRecord:
     """One scenario. Raises SyshaxError."""
     scenario = SCENARIOS[name]
-    cpus = sorted(os.sched_getaffinity(0))[: 1 if scenario.one_cpu else MOST_CPUS]
+    cpus, _ = scenario.cpus()
     command = [sys.executable, "-m", "syshaxd.bench.spinning", "daemon", name, str(seconds), str(rounds)]
+    pipe = subprocess.PIPE
     with ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
+        assert process.stdout is not None
+        process.stdout.readline()  # it is ready
         for cpu in cpus if scenario.busy else ():
             stack.enter_context(busy_process(cpu))
-        process = stack.enter_context(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
         if scenario.quota:
             stack.enter_context(quota(process.pid, scenario.quota * len(cpus)))
-        out, err = process.communicate()
+        out, err = process.communicate("go\n")
     if process.returncode != 0:
         raise InternalError(f"the spinning benchmark failed: {(err.strip().splitlines() or ['no message'])[-1]}")
     times = cast(dict[str, list[float]], json.loads(out))
@@ -163,45 +175,69 @@ def used_seconds(pid: int) -> float:
 def be_daemon(core: Core, name: str, seconds: float, rounds: int) -> dict[str, list[float]]:
     """Times by setting, each setting once in every round, so that what changes on the machine meets all of them."""
     scenario = SCENARIOS[name]
-    cpus = sorted(os.sched_getaffinity(0))[: 1 if scenario.one_cpu else MOST_CPUS]
-    times: dict[str, list[float]] = {key: [] for key in settings()}
-    for _ in range(rounds):
-        for key, setting in settings().items():
-            times[key].append(one_run(core, cpus * scenario.threads, setting, set(cpus), seconds))
+    cpus, client_cpus = scenario.cpus()
+    planes = {key: DataPlane(core, cpus * scenario.threads, setting) for key, setting in scenario.settings().items()}
+    times: dict[str, list[float]] = {key: [] for key in planes}
+    ours, theirs = socket.socketpair()
+    words = ["client", str(theirs.fileno()), str(seconds), ",".join(map(str, client_cpus))]
+    with ours, subprocess.Popen([sys.executable, "-m", "syshaxd.bench.spinning", *words], pass_fds=[theirs.fileno()]):
+        theirs.close()
+        print("ready", flush=True)
+        sys.stdin.readline()
+        for number in range(rounds):
+            for key, plane in list(planes.items())[:: 1 if number % 2 else -1]:
+                times[key].append(plane.serve(ours))
+        ours.shutdown(socket.SHUT_RDWR)
     return times
 
 
-def one_run(core: Core, cpus: Sequence[int], setting: Setting, client_cpus: set[int], seconds: float) -> float:
-    nodes = [{"node": -1, "cpus": list(cpus), "threads": len(cpus), "share": 1.0}]
-    runtime = core.Runtime(nodes, "", setting["daemon"], "off", 16)
-    model = cast(Any, runtime.create_model("spin", GEOMETRY, "q8_0"))
-    model.fill_random(0)
-    model.seal()
-    runtime.start()
-    top_k = GEOMETRY["top_k"]
-    layout = runtime.session_layout(model, 1, top_k, 2, 2)
-    memory = os.memfd_create("syshax-bench-spin", os.MFD_CLOEXEC)
-    doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    ours, theirs = socket.socketpair()
-    try:
-        os.posix_fallocate(memory, 0, layout["total_bytes"])
-        runtime.add_session(1, model, memory, doorbell, bytes(16), 1, top_k, 2, 2, setting["client"])
-        descriptors = (memory, doorbell, theirs.fileno())
-        words = ["client", *map(str, descriptors), str(seconds), ",".join(map(str, client_cpus))]
-        command = [sys.executable, "-m", "syshaxd.bench.spinning", *words]
-        return float(subprocess.run(command, pass_fds=descriptors, stdout=subprocess.PIPE, check=True).stdout)
-    finally:
-        runtime.stop()
-        os.close(memory)
-        os.close(doorbell)
-        ours.close()
-        theirs.close()
+class DataPlane:
+    """The daemon's side with one setting; loaded beforehand, because loading gives way to whoever is busy."""
+
+    def __init__(self, core: Core, cpus: Sequence[int], setting: Setting) -> None:
+        nodes = [{"node": -1, "cpus": list(cpus), "threads": len(cpus), "share": 1.0}]
+        self._runtime, self._client_spin_us = core.Runtime(nodes, "", setting["daemon"], "off", 16), setting["client"]
+        self._model = cast(Any, self._runtime.create_model("spin", GEOMETRY, "q8_0"))
+        self._model.fill_random(0)
+        self._model.seal()
+
+    def serve(self, client: socket.socket) -> float:
+        """A new session; microseconds for a layer, as the client says."""
+        top_k = GEOMETRY["top_k"]
+        layout = self._runtime.session_layout(self._model, 1, top_k, 2, 2)
+        memory = os.memfd_create("syshax-bench-spin", os.MFD_CLOEXEC)
+        doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        ours, theirs = socket.socketpair()
+        self._runtime.start()
+        try:
+            os.posix_fallocate(memory, 0, layout["total_bytes"])
+            self._runtime.add_session(1, self._model, memory, doorbell, bytes(16), 1, top_k, 2, 2, self._client_spin_us)
+            socket.send_fds(client, [b"session"], [memory, doorbell, theirs.fileno()])
+            if not (answer := client.recv(64)):
+                raise InternalError("the client of the spinning benchmark ended")
+            return float(answer)
+        finally:
+            self._runtime.stop()
+            os.close(memory)
+            os.close(doorbell)
+            ours.close()
+            theirs.close()
 
 
-def be_client(memory: int, doorbell: int, connection: int, seconds: float, cpus: set[int]) -> float:
-    """Microseconds for a layer."""
+def be_client(sessions: socket.socket, seconds: float, cpus: set[int]) -> None:
     os.sched_setaffinity(0, cpus)
-    ring = Ring(memory, doorbell, socket.socket(fileno=connection))
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(sessions, 64, 3)
+        if not descriptors:
+            return
+        memory, doorbell, connection = descriptors
+        ring = Ring(memory, doorbell, socket.socket(fileno=connection))
+        sessions.send(str(time_layers(ring, seconds)).encode())
+        ring.close()
+
+
+def time_layers(ring: Ring, seconds: float) -> float:
+    """Microseconds for a layer."""
     hidden, top_k, experts = GEOMETRY["hidden_size"], GEOMETRY["top_k"], GEOMETRY["num_experts"]
     states = (ctypes.c_uint16 * hidden)(*([0x3F80] * hidden))
     output = (ctypes.c_uint16 * hidden)()
@@ -223,7 +259,6 @@ def be_client(memory: int, doorbell: int, connection: int, seconds: float, cpus:
             break
         while time.perf_counter() - now < THINK_SECONDS:
             pass
-    ring.close()
     return (now - begin) / calls * 1e6
 
 
@@ -231,8 +266,8 @@ def main(words: Sequence[str]) -> None:
     if words[0] == "busy":
         be_busy(int(words[1]))
     elif words[0] == "client":
-        memory, doorbell, connection = map(int, words[1:4])
-        print(be_client(memory, doorbell, connection, float(words[4]), {int(cpu) for cpu in words[5].split(",")}))
+        cpus = {int(cpu) for cpu in words[3].split(",")}
+        be_client(socket.socket(fileno=int(words[1])), float(words[2]), cpus)
     else:
         core = compiled_core()
         with core_errors(core):
