@@ -29,6 +29,7 @@
 #include "base/error.h"
 #include "base/spin.h"
 #include "session.h"
+#include "threads/run_delay.h"
 
 namespace syshax {
 namespace {
@@ -120,7 +121,7 @@ struct Dispatcher::Impl {
         compute(*session, now);
       } else if (draining && !drained) {
         tell_drained();
-      } else if (syshax_spin_again(&spin, spin_limit_us(), now)) {
+      } else if (syshax_spin_again(&spin, spin_limit_us(now), now)) {
         syshax_cpu_pause();
       } else {
         sleep(wake_ns);
@@ -129,10 +130,12 @@ struct Dispatcher::Impl {
   }
 
   // Nothing spins where a client's threads may need the CPU: the daemon's Python says so by the session's spin_us.
-  uint32_t spin_limit_us() const noexcept {
+  // Nor where others make this thread wait for its own.
+  uint32_t spin_limit_us(uint64_t now) noexcept {
+    if (spin_us == 0 || spin_us & SYSHAX_SPIN_FIXED) return spin_us;
     for (auto& session : sessions)
       if (!session->ended() && session->ring().layout().spin_us == 0) return 0;
-    return spin_us;
+    return delay.contended(now) ? 0 : spin_us;
   }
 
   uint64_t begin_turn() noexcept {
@@ -317,7 +320,8 @@ struct Dispatcher::Impl {
   }
 
   const uint32_t spin_us;
-  syshax_spin spin = {};  // the thread's own
+  syshax_spin spin = {};  // the thread's own, as the next
+  RunDelay delay;
   const std::vector<int> cpus;
   int epoll_fd = -1, wake_fd = -1;
   std::thread thread;

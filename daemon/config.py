@@ -102,9 +102,10 @@ class ComputeConfig(Section):
         live=False,
     )
     spin_us: int = _key(
-        50,
-        "Microseconds that the data plane looks for the next request before it sleeps. 0: sleep at once. Taken as 0 "
-        "under a CPU quota, where spinning would eat the quota.",
+        1000,
+        "Microseconds that the data plane looks for the next request, and a client on other CPUs for its answer, "
+        "before they sleep; less by itself where that does not pay or others want the CPUs. 0: sleep at once. Taken as "
+        "0 under a CPU quota, where spinning would eat the quota.",
         live=False,
         ge=0,
         le=1_000_000,

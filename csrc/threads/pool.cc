@@ -58,7 +58,7 @@ void ThreadPool::run(Job job, void* context) {
   state.resumed_ns = now_ns();
   job(context, 0, 0);
   state.busy_ns.fetch_add(now_ns() - state.resumed_ns, std::memory_order_relaxed);
-  if (others > 0) finished_.await(finished, state.for_threads, spin_us_);
+  if (others > 0) finished_.await(finished, state.for_threads, spin_us(state));
 }
 
 void ThreadPool::work(uint32_t node, uint32_t thread) {
@@ -72,13 +72,18 @@ void ThreadPool::work(uint32_t node, uint32_t thread) {
   ThreadState& state = home.states[thread];
   uint32_t seen = 0;
   while (true) {
-    seen = started_.await(seen, state.for_job, spin_us_);
+    seen = started_.await(seen, state.for_job, spin_us(state));
     if (stopping_) return;
     state.resumed_ns = now_ns();
     job_(context_, node, thread);
     state.busy_ns.fetch_add(now_ns() - state.resumed_ns, std::memory_order_relaxed);
     if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) finished_.bump();
   }
+}
+
+uint32_t ThreadPool::spin_us(ThreadState& state) const {
+  if (spin_us_ == 0 || spin_us_ & SYSHAX_SPIN_FIXED) return spin_us_;
+  return state.delay.contended(now_ns()) ? 0 : spin_us_;
 }
 
 void ThreadPool::barrier(uint32_t node, uint32_t thread) {
@@ -92,7 +97,7 @@ void ThreadPool::barrier(uint32_t node, uint32_t thread) {
   }
   ThreadState& state = home.states[thread];
   state.busy_ns.fetch_add(now_ns() - state.resumed_ns, std::memory_order_relaxed);
-  home.passed.await(seen, state.for_threads, spin_us_);
+  home.passed.await(seen, state.for_threads, spin_us(state));
   state.resumed_ns = now_ns();
 }
 

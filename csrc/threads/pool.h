@@ -11,6 +11,7 @@
 
 #include "threads/event.h"
 #include "threads/node_plan.h"
+#include "threads/run_delay.h"
 
 namespace syshax {
 
@@ -49,6 +50,7 @@ class ThreadPool {
     // Its own thread's alone:
     uint64_t resumed_ns = 0;                     // when it last began to work
     syshax_spin for_job = {}, for_threads = {};  // waiting for the next job; for the others within one
+    RunDelay delay;
   };
   struct Node {
     uint32_t threads = 0;
@@ -59,6 +61,8 @@ class ThreadPool {
   };
 
   void work(uint32_t node, uint32_t thread);
+  // Not at all while others want the thread's CPU.
+  uint32_t spin_us(ThreadState& state) const;
   void stop();
 
   std::vector<std::unique_ptr<Node>> nodes_;

@@ -31,8 +31,7 @@ from syshaxd.core import Core, GeometryDict, compiled_core, core_errors
 FIXED = 1 << 31
 """Or-ed to a spin_us: spin so long, whatever happens (SYSHAX_SPIN_FIXED)."""
 DEFAULT_US = ComputeConfig().spin_us
-LARGE_US = 2000
-FIXED_SETTINGS = (0, DEFAULT_US, LARGE_US)
+FIXED_SETTINGS = (0, 50, DEFAULT_US)
 GEOMETRY: GeometryDict = {"num_layers": 1, "num_experts": 8, "hidden_size": 576, "intermediate_size": 512, "top_k": 2}
 """A layer so small that waiting weighs as much as computing."""
 BFLOAT16 = 2

@@ -273,7 +273,7 @@ async def test_config_set_show_and_reload(daemon: Daemon, tmp_path: Path) -> Non
     assert status == 200 and answer["applied"] == ["limits.sessions"]
     assert answer["needs_restart"] == ["compute.spin_us"] and answer["unchanged"] == ["limits.slots"]
     config = (await daemon.json("GET", "/v1/config"))[1]
-    assert config["effective"]["limits"]["sessions"] == 5 and config["effective"]["compute"]["spin_us"] == 50
+    assert config["effective"]["limits"]["sessions"] == 5 and config["effective"]["compute"]["spin_us"] == 1000
     assert config["sources"]["limits.sessions"] == "state" and config["needs_restart"] == ["compute.spin_us"]
     status, answer = await daemon.json("PATCH", "/v1/config", {"values": {"limits.sesions": 5}})
     assert status == 400 and "limits.sessions" in answer["error"]["hint"]

@@ -137,7 +137,7 @@ def test_every_plan_keeps_the_rules(
 def test_clients_spin_only_on_cpus_of_their_own() -> None:
     topology = machine_of(1, 4)
     plan = plan_of(topology, cpus=(0, 1))
-    assert client_spin_us(plan, frozenset({2, 3})) == 50
+    assert client_spin_us(plan, frozenset({2, 3})) == ComputeConfig().spin_us > 0
     assert client_spin_us(plan, frozenset({1, 2})) == 0
     assert client_spin_us(plan, frozenset()) == 0
     throttled = plan_of(topology, quota=2.0)

@@ -12,6 +12,7 @@ import pytest
 from ring_harness import descriptors
 
 from syshaxd import _core
+from syshaxd.bench import idling, ring, spinning
 
 CPUS = sorted(os.sched_getaffinity(0))
 
@@ -36,11 +37,49 @@ def test_nonsense_is_refused(seconds: float) -> None:
         _core.bench_ring(seconds, 4, -1, -1)
 
 
+COMMAND = [sys.executable, "-m", "syshaxd", "bench", "ring"]
+
+
 def test_the_command() -> None:
-    """The promised figures as JSON, a table for people; a CPU that may not be used is refused in words."""
-    command = [sys.executable, "-m", "syshaxd", "bench", "ring", "--seconds", "0.1"]
-    ran = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    assert {"spin_us_p50", "spin_us_p99", "parked_us_p50"} <= json.loads(ran.stdout).keys()
-    assert "floor_parked_us" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    refused = subprocess.run([*command, "--client-cpu", "4095"], capture_output=True, text=True, check=False)
-    assert refused.returncode == 2 and "CPU 4095" in refused.stderr and "hint: allowed are" in refused.stderr
+    """The promised figures as JSON, a table and a last line for people; the exit status says whether all is met."""
+    options = ["--seconds", "0.1", "--parts", "latency"]
+    ran = subprocess.run([*COMMAND, *options, "--json"], capture_output=True, text=True, check=False)
+    record = json.loads(ran.stdout)
+    assert {"spin_us_p50", "spin_us_p99", "parked_us_p50", "floor_spin_us", "floor_parked_us"} <= record.keys()
+    assert ran.returncode == int(record["falls_short"]) == int(not all(v["met"] for v in record["verdicts"]))
+    assert record["spin_ratio"] == record["spin_us_p50"] / record["floor_spin_us"] and len(record["verdicts"]) == 2
+    ran = subprocess.run([*COMMAND, *options], capture_output=True, text=True, check=False)
+    assert "floor_parked_us" in ran.stdout and ran.stdout.splitlines()[-1].startswith("bench ring: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [(["--client-cpu", "4095"], "CPU 4095", "allowed are"), (["--parts", "latency,sleep"], '"sleep"', "")],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], message: str, hint: str) -> None:
+    refused = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and message in refused.stderr and hint in refused.stderr
+
+
+def test_idle_costs_next_to_nothing() -> None:
+    """A daemon and an attached client, as a user starts them."""
+    figures = idling.measure(2.0)
+    assert 0 <= figures["idle_client"] < 0.01 and 0 <= figures["idle_daemon"] < 0.01
+
+
+@pytest.mark.parametrize("name", ["daemon and client on one CPU", "half of the CPUs' time as quota"])
+def test_spinning_is_held_against_fixed_settings(name: str) -> None:
+    record = spinning.measure(name, 0.02, 1)
+    assert record["fixed_us"].keys() == {str(us) for us in spinning.FIXED_SETTINGS}
+    assert record["ratio"] == round(min(record["fixed_us"].values()) / record["ours_us"], 3) > 0
+
+
+def test_the_verdict() -> None:
+    """Every target's figure is known; at its bound it is met, above it is not."""
+    targets = ring.read_targets()
+    assert all(verdict["met"] for verdict in ring.judge(targets, {row["figure"]: row["at_most"] for row in targets}))
+    for row in targets:
+        (verdict,) = ring.judge(targets, {row["figure"]: row["at_most"] * 1.001})
+        assert verdict["target"] == row["name"] and not verdict["met"]
+    known = {"spin_ratio", "parked_ratio", "idle_daemon", "idle_client", "spinning_slowdown"}
+    assert {row["figure"] for row in targets} == known

@@ -100,6 +100,21 @@ def test_an_awake_dispatcher_needs_no_doorbell() -> None:
     harness.stop()
 
 
+def test_nothing_spins_beside_a_client_that_shares_the_cpus() -> None:
+    """The dispatcher may look for two seconds, but sleeps at once as long as one session's client must not spin."""
+    harness = _core.TestHarness(LAYERS, EXPERTS, HIDDEN, TOP_K, spin_us=2_000_000)
+    harness.start()
+    with RawSession(harness, 1, spin_us=1), RawSession(harness, 2) as shared:
+        shared.works()
+        before, begin = time.process_time(), time.monotonic()
+        for _ in range(40):
+            shared.works()
+            time.sleep(0.01)
+            assert shared.read("header", "parked") == 1
+        assert time.process_time() - before < (time.monotonic() - begin) / 2
+    harness.stop()
+
+
 def test_idle_costs_no_cpu(harness: _core.TestHarness) -> None:
     with RawSession(harness, 1) as session:
         session.works()
