@@ -53,7 +53,7 @@ class NullModel final : public ExpertModel {
   // Moves the bytes and computes nothing, as the bare ping-pong does.
   struct Pass final : ForwardPass {
     explicit Pass(uint32_t hidden_size) : bytes(size_t{hidden_size} * sizeof(float)) {}
-    void begin(const MoeRequest& r) noexcept override { std::memcpy(r.output, r.hidden_states, bytes); }
+    void begin(const MoeRequest& r) noexcept override { std::memcpy(r.parts->output, r.parts->hidden_states, bytes); }
     bool advance(uint64_t) noexcept override { return true; }
     const size_t bytes;
   };
