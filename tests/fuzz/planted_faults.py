@@ -20,13 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = [
-    "*.cc",
-    "base/xxh64.cc",
-    "ipc/ring_server.cc",
-    "ipc/sigbus_guard.cc",
-    "ipc/guarded_file.cc",
-    "memory/packed_file.cc",
-]
+    "*.cc", "schedule/*.cc", "ipc/ring_server.cc", "ipc/sigbus_guard.cc", "ipc/guarded_file.cc", "ipc/client.c",
+    "memory/packed_file.cc", "base/xxh64.cc",
+]  # fmt: skip
 EXCLUDED = {"runtime.cc"}
 
 
@@ -39,6 +35,8 @@ class Fault:
     right: str
     wrong: str
     target: str
+    compiled: str = ""
+    """The source that is compiled when `file` is a header of its own."""
 
 
 FAULTS = [
@@ -46,8 +44,8 @@ FAULTS = [
     Fault(
         "an id one too large passes",
         "session.cc",
-        "+ 1u > geometry_.num_experts",
-        "> geometry_.num_experts",
+        "+ 1u > geometry_.num_experts)",
+        "+ 1u > geometry_.num_experts + 1u)",
         "dispatcher",
     ),
     Fault(
@@ -94,6 +92,7 @@ FAULTS = [
         "begin <= end && size <= end - begin",
         "begin + size <= end",
         "client",
+        "ipc/client.c",
     ),
     Fault(
         "a page too few for a slot",
@@ -105,27 +104,45 @@ FAULTS = [
 ]
 
 
-def build(folder: Path, fault: Fault | None) -> Path:
-    """The fuzz program from a copy of the sources with that fault."""
-    copy = folder / "csrc"
-    shutil.copytree(ROOT / "csrc", copy)
-    if fault is not None:
-        path = copy / fault.file
+class Workshop:
+    """A copy of the sources and its objects; a fault costs the compilation of one file."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._copy = folder, folder / "csrc"
+        shutil.copytree(ROOT / "csrc", self._copy)
+        sources = [
+            path for pattern in SOURCES for path in sorted(self._copy.glob(pattern)) if path.name not in EXCLUDED
+        ]
+        sources += [path for path in sorted((ROOT / "tests/fuzz").glob("*.cc")) if path.name != "libfuzzer.cc"]
+        self._objects = {source: folder / f"{number}.o" for number, source in enumerate(sources)}
+        for source in sources:
+            self._compile(source)
+
+    def _compile(self, source: Path) -> None:
+        language = ["cc", "-std=gnu11"] if source.suffix == ".c" else ["c++", "-std=c++17"]
+        flags = ["-g", "-O1", "-w", "-pthread", f"-I{self._copy}", f"-I{self._copy / 'include'}"]
+        subprocess.run([*language, *flags, "-c", source, "-o", self._objects[source]], check=True)
+
+    def link(self) -> Path:
+        program = self._folder / "ring_fuzz"
+        subprocess.run(["c++", "-pthread", *self._objects.values(), "-o", program, "-ldl"], check=True)
+        return program
+
+    def plant(self, fault: Fault) -> Path:
+        """The program with that fault; mend() takes it out again."""
+        path = self._copy / fault.file
         text = path.read_text()
         if text.count(fault.right) != 1:
             raise SystemExit(
                 f"{fault.what}: {fault.file} holds {fault.right!r} {text.count(fault.right)} times, not once"
             )
         path.write_text(text.replace(fault.right, fault.wrong))
-    flags = ["-g", "-O1", "-w", "-pthread", f"-I{copy}", f"-I{copy / 'include'}"]
-    subprocess.run(["cc", "-std=gnu11", "-c", *flags, copy / "ipc/client.c", "-o", folder / "client.o"], check=True)
-    sources = [path for pattern in SOURCES for path in copy.glob(pattern) if path.name not in EXCLUDED]
-    fuzz = [path for path in (ROOT / "tests/fuzz").glob("*.cc") if path.name != "libfuzzer.cc"]
-    program = folder / "ring_fuzz"
-    subprocess.run(
-        ["c++", "-std=c++17", *flags, *sources, *fuzz, folder / "client.o", "-o", program, "-ldl"], check=True
-    )
-    return program
+        self._compile(self._copy / (fault.compiled or fault.file))
+        return self.link()
+
+    def mend(self, fault: Fault) -> None:
+        shutil.copy(ROOT / "csrc" / fault.file, self._copy / fault.file)
+        self._compile(self._copy / (fault.compiled or fault.file))
 
 
 def found(program: Path, target: str, seconds: float) -> tuple[bool, float, str]:
@@ -145,15 +162,17 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="that a target has for a fault")
     seconds = parser.parse_args().seconds
     unfound = 0
-    for fault in FAULTS:
-        with tempfile.TemporaryDirectory(prefix="sxf") as folder:
-            program = build(Path(folder), fault)
-            wrong, took, words = found(program, fault.target, seconds)
-        print(
-            f"{'found' if wrong else 'NOT FOUND':9} after {took:5.1f} s by {fault.target:10}: {fault.what} ({words})",
-            flush=True,
-        )
-        unfound += not wrong
+    with tempfile.TemporaryDirectory(prefix="sxf") as folder:
+        workshop = Workshop(Path(folder))
+        for target in sorted({fault.target for fault in FAULTS}):
+            if found(workshop.link(), target, 1)[0]:
+                raise SystemExit(f"{target} finds something before anything is planted")
+        for fault in FAULTS:
+            wrong, took, words = found(workshop.plant(fault), fault.target, seconds)
+            workshop.mend(fault)
+            unfound += not wrong
+            result = "found" if wrong else "NOT FOUND"
+            print(f"{result:9} after {took:5.1f} s by {fault.target:10}: {fault.what} ({words})", flush=True)
     return 1 if unfound else 0
 
 

@@ -57,7 +57,7 @@ class Pass final : public syshax::ForwardPass {
   }
 
  private:
-  static constexpr uint32_t kTokensPerSlice = 16;
+  static constexpr uint32_t kTokensPerSlice = 3;
 
   void next_token() {
     const syshax::MoeRows& part = request_.parts[part_];
@@ -214,6 +214,9 @@ class World {
     }
   }
 
+  // The honest session's model: hostile ones may share it, so that their requests are computed together.
+  std::shared_ptr<Model> model() const { return honest_model_; }
+
   syshax::Dispatcher dispatcher{50, {}};
   Scribbler scribbler;
   uint64_t next_id = 100;
@@ -273,7 +276,10 @@ class Play {
   }
 
  private:
-  void add() { sessions_.push_back(std::make_unique<Hostile>(world_, script_, model_)); }
+  std::unique_ptr<Hostile> make() {
+    return std::make_unique<Hostile>(world_, script_, script_.below(4) ? world_.model() : model_);
+  }
+  void add() { sessions_.push_back(make()); }
   Hostile& current() { return *sessions_[current_ % sessions_.size()]; }
 
   void step() {
@@ -315,7 +321,7 @@ class Play {
   void replace() {  // with requests in flight
     world_.scribbler.stop();
     sessions_[current_ % sessions_.size()].reset();
-    sessions_[current_ % sessions_.size()] = std::make_unique<Hostile>(world_, script_, model_);
+    sessions_[current_ % sessions_.size()] = make();
   }
 
   // What an administrator may change meanwhile; the honest session's class stays, its weight is at least 1.
@@ -352,7 +358,7 @@ void run_dispatcher(const uint8_t* data, size_t size) {
 
 std::vector<Bytes> dispatcher_seeds() {
   std::vector<Bytes> seeds;
-  const Bytes sessions = {1, 1, 3, 1, 1, 2, 5, 1, 1};  // two of them
+  const Bytes sessions = {1, 1, 1, 3, 1, 1, 1, 2, 5, 1, 1};  // two of them
   for (uint8_t action = 0; action < HostileMemory::kActions; ++action) {
     Bytes seed = sessions;
     for (uint8_t round = 0; round < 5; ++round) {
