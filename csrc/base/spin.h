@@ -20,8 +20,8 @@
 #define SYSHAX_SPIN_TRY 100u          /* whatever was earned, one wait in so many limits of time is spun in full */
 #define SYSHAX_SPIN_TIMES \
   4u /* the others so many times as long as waits that spinning shortened, and a wake-up's time */
-#define SYSHAX_SPIN_REST 8u              /* the first rest, in lengths of the loss; a loss soon after it doubles it, */
-#define SYSHAX_SPIN_RESTS 3u             /* so many times at most */
+#define SYSHAX_SPIN_REST 4u              /* the first rest, in lengths of the loss; a loss soon after it doubles it, */
+#define SYSHAX_SPIN_RESTS 4u             /* so many times at most */
 #define SYSHAX_SPIN_LONGEST_NS 20000000u /* a loss that was longer counts as this */
 
 /* One waiting place of one thread; all zero at first. Nobody else may touch it. */
@@ -38,7 +38,7 @@ struct syshax_spin {
 static inline void syshax_spin_rest(struct syshax_spin* spin, uint64_t now_ns) {
   uint64_t lost_ns = now_ns - spin->last_ns;
   if (lost_ns > SYSHAX_SPIN_LONGEST_NS) lost_ns = SYSHAX_SPIN_LONGEST_NS;
-  if (now_ns > spin->rest_until_ns + 4 * spin->rest_ns)
+  if (now_ns > spin->rest_until_ns + spin->rest_ns)
     spin->rests = 0;
   else if (spin->rests < SYSHAX_SPIN_RESTS)
     spin->rests++;

@@ -104,7 +104,7 @@ def test_it_keeps_on_where_it_pays(library: ctypes.CDLL, spin_us: int, data: st.
 @settings(deadline=None, max_examples=30)
 @given(st.integers(50, 2000), st.integers(2 * GAP_NS, 15_000_000))
 def test_it_rests_after_the_cpu_was_lost_and_tries_again(library: ctypes.CDLL, spin_us: int, lost_ns: int) -> None:
-    """Eight times as long as it was lost, and longer when it is lost again soon, but not for ever."""
+    """Four times as long as it was lost, and longer when it is lost again soon, but not for ever."""
     waiter = Waiter(library, spin_us)
     rests = []
     for _ in range(6):
@@ -113,7 +113,7 @@ def test_it_rests_after_the_cpu_was_lost_and_tries_again(library: ctypes.CDLL, s
         while waiter.wait(Wait(5_000, before_ns=50_000)) == 0:
             assert waiter.now - lost_at < 8 * 8 * lost_ns + 2_000_000
         rests.append(waiter.now - lost_at)
-    assert rests[0] >= 8 * lost_ns and rests == sorted(rests) and rests[-1] >= 7 * rests[0]
+    assert rests[0] >= 4 * lost_ns and rests == sorted(rests) and rests[-1] >= 8 * rests[0]
 
 
 @pytest.mark.parametrize("spin_us", [1, 50, 1000])
