@@ -112,10 +112,13 @@ def test_idle_threads_sleep(spin_us: int) -> None:
     call(loaded)
 
 
-@pytest.mark.parametrize("spin_us", [0, 20])
-def test_many_threads_on_few_cpus_stay_right(spin_us: int) -> None:
-    loaded = load(SHAPE, "q8_0", plan([5, 4, 3]), spin_us=spin_us)
-    for tokens in (1, 3, 40, 2, 90, 1) * 5:
+@pytest.mark.parametrize("spin_us", [0, 20, 1000, 1 << 31 | 20])
+@pytest.mark.parametrize("cpus", [[], [CPUS[0]], CPUS], ids=["unpinned", "one", "all"])
+@pytest.mark.parametrize("threads", [[2], [5, 4, 3]], ids=str)
+def test_threads_on_few_cpus_stay_right(spin_us: int, cpus: list[int], threads: list[int]) -> None:
+    nodes = [{**node, "cpus": (cpus * node["threads"])[: node["threads"]]} for node in plan(threads)]
+    loaded = load(SHAPE, "q8_0", nodes, spin_us=spin_us)
+    for tokens in (1, 3, 40, 2, 90, 1) * 2:
         call(loaded, tokens)
 
 
