@@ -93,7 +93,7 @@ bench: setup-bench  ## everything measured and held against what it must reach (
 
 # Every command runs, and any of them that falls short fails the whole.
 bench-ring: setup  ## the ring and the data plane under load, held against what they must reach
-	@status=0; for words in "ring"; do $(VENV)/bin/syshaxd bench $$words || status=1; done; exit $$status
+	@status=0; for words in ring sessions; do $(VENV)/bin/syshaxd bench $$words || status=1; done; exit $$status
 
 bench-vllm: setup-test  ## vLLM with its experts in syshaxd against vLLM alone: 3 layers of Qwen3-30B-A3B, minutes
 	@mkdir -p bench-results

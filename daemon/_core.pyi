@@ -182,8 +182,11 @@ class Model:
         topk_ids: npt.NDArray[np.int32],
         topk_weights: npt.NDArray[np.float32],
         dtype: str,
+        interrupted: bool = False,
+        part_tokens: list[int] = ...,
     ) -> npt.NDArray[Any]:
-        """The layer without ring or session (tests, bench); hidden_states as float32, float16, uint16 for bfloat16."""
+        """The layer without ring or session (tests, bench); hidden_states as float32, float16, uint16 for bfloat16.
+        interrupted: as often as can be; part_tokens: as if so many tokens each came from sessions of their own."""
     def dequantized(self, layer: int, expert: int) -> tuple[npt.NDArray[np.float32], ...]:
         """(gate, up, down) as the kernels see them, read back from the packed weights."""
 
@@ -295,7 +298,10 @@ class TestHarness:
         element_bytes: int,
         num_slots: int,
         spin_us: int = 0,
+        priority: int = 1,
+        share: int = 0,
     ) -> None: ...
+    def end_session(self, session_id: int, closing: int) -> None: ...
     def remove_session(self, session_id: int) -> None: ...
     def forget_model(self) -> None: ...
     def model_alive(self) -> bool:
@@ -308,6 +314,7 @@ class TestHarness:
     def hold(self) -> None:
         """Forwards stay inside until release()."""
     def release(self) -> None: ...
-    def set_delay_us(self, delay_us: int) -> None: ...
+    def set_delay_us(self, delay_us: int) -> None:
+        """Of each token; slices end between tokens."""
     def forward_calls(self) -> int: ...
     def forwards_running(self) -> int: ...

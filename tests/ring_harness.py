@@ -92,6 +92,8 @@ class RawSession:
         element_bytes: int = 4,
         num_slots: int = 2,
         spin_us: int = 0,
+        priority: int = 1,
+        share: int = 0,
     ) -> None:
         self.harness, self.session_id, self.num_slots = harness, session_id, num_slots
         self.layout = harness.layout(max_tokens, top_k, element_bytes, num_slots)
@@ -100,8 +102,9 @@ class RawSession:
         self.doorbell_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.memory = mmap.mmap(self.shm_fd, self.layout["total_bytes"])
         harness.add_session(
-            session_id, self.shm_fd, self.doorbell_fd, bytes(16), max_tokens, top_k, element_bytes, num_slots, spin_us
-        )
+            session_id, self.shm_fd, self.doorbell_fd, bytes(16), max_tokens, top_k, element_bytes, num_slots, spin_us,
+            priority, share,
+        )  # fmt: skip
         self.position = STATUS["first_position"]
         self.tag = STATUS["first_position"]
 
@@ -177,6 +180,18 @@ class RawSession:
 
     def stats(self) -> dict[str, Any]:
         return next(entry for entry in self.harness.session_stats() if entry["session_id"] == self.session_id)
+
+    def ask(self, slot: int, tokens: int, layer: int = 1, seed: int = 0) -> tuple[int, npt.NDArray[Any]]:
+        """Publishes a random request; its tag and the right answer."""
+        rng = np.random.default_rng([seed, self.session_id])
+        x = rng.standard_normal((tokens, HIDDEN), dtype=np.float32)
+        ids = rng.integers(-1, EXPERTS, (tokens, TOP_K)).astype(np.int32)
+        weights = rng.random((tokens, TOP_K), dtype=np.float32)
+        self.fill(slot, x, ids, weights)
+        return self.post(slot=slot, layer=layer, num_tokens=tokens), reference(layer, x, ids, weights)
+
+    def output(self, slot: int, tokens: int) -> npt.NDArray[Any]:
+        return self.area(slot, "output", np.float32)[: tokens * HIDDEN].reshape(tokens, HIDDEN).copy()
 
     def works(self) -> None:
         """One right round trip; fails the test otherwise."""

@@ -146,11 +146,11 @@ class FakeModel final : public syshax::ExpertModel {
 
    private:
     bool wait(uint64_t until_ns) noexcept {
-      for (; waited_ < request_.num_tokens; ++waited_) {
+      while (waited_ < request_.num_tokens) {
         const uint32_t us = model_.delay_us.load();
         if (us == 0) return true;
         std::this_thread::sleep_for(std::chrono::microseconds(us));
-        if (waited_ + 1 < request_.num_tokens && syshax::now_ns() >= until_ns) return false;
+        if (++waited_ < request_.num_tokens && syshax::now_ns() >= until_ns) return false;
       }
       return true;
     }
@@ -188,7 +188,8 @@ class TestHarness {
   }
 
   void add_session(uint64_t session_id, int shm_fd, int doorbell_fd, const std::string& boot_id, uint32_t max_tokens,
-                   uint32_t top_k, uint32_t element_bytes, uint32_t num_slots, uint32_t spin_us) {
+                   uint32_t top_k, uint32_t element_bytes, uint32_t num_slots, uint32_t spin_us, uint32_t priority,
+                   uint32_t share) {
     syshax::SessionSpec spec;
     if (boot_id.size() != sizeof(spec.boot_id)) throw syshax::CoreError("invalid_argument", "boot_id has 16 bytes");
     std::memcpy(spec.boot_id, boot_id.data(), boot_id.size());
@@ -201,6 +202,8 @@ class TestHarness {
     spec.element_bytes = element_bytes;
     spec.num_slots = num_slots;
     spec.spin_us = spin_us;
+    spec.priority = static_cast<syshax::Priority>(priority);
+    spec.share = share;
     py::gil_scoped_release unlocked;
     dispatcher_.add_session(spec);
   }
@@ -243,7 +246,11 @@ void bind_harness(py::module_& m) {
            "worker_thread"_a = false)
       .def("layout", &TestHarness::layout, "max_tokens"_a, "top_k"_a, "element_bytes"_a, "num_slots"_a)
       .def("add_session", &TestHarness::add_session, "session_id"_a, "shm_fd"_a, "doorbell_fd"_a, "boot_id"_a,
-           "max_tokens"_a, "top_k"_a, "element_bytes"_a, "num_slots"_a, "spin_us"_a = 0)
+           "max_tokens"_a, "top_k"_a, "element_bytes"_a, "num_slots"_a, "spin_us"_a = 0, "priority"_a = 1,
+           "share"_a = 0)
+      .def(
+          "end_session",
+          [](TestHarness& h, uint64_t id, uint32_t closing) { h.dispatcher().end_session(id, closing); }, Unlocked())
       .def(
           "remove_session", [](TestHarness& h, uint64_t id) { h.dispatcher().remove_session(id); }, Unlocked())
       .def("forget_model", &TestHarness::forget_model, Unlocked())

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syshax.errors import SyshaxError
-from syshaxd.bench import limits, moe, reports, ring, spinning, suite
+from syshaxd.bench import limits, moe, reports, ring, sessions, spinning, suite
 from syshaxd.bench.timing import QUIET_CPUS
 from syshaxd.core import compiled_core, core_errors
 
@@ -197,6 +197,60 @@ def ring_tables(record: dict[str, Any], payload: int) -> Iterator[Table]:
     for verdict in record["verdicts"]:
         result.add_row(verdict["target"], f"{verdict['at_most']:g}", f"{verdict['value']:.3g}")
     yield result
+
+
+@app.command("sessions")
+def sessions_command(
+    formats: Annotated[str, typer.Option(help="Separated by commas.")] = "bf16,q8_0,q4_0",
+    shape: Annotated[
+        str, typer.Option(help=f"{' | '.join(moe.SHAPES)} | HIDDENxINTERMEDIATExEXPERTSxTOPK.")
+    ] = "qwen3-30b-a3b",
+    seconds: Annotated[float, typer.Option(min=0.1, max=600.0, help="Time to spend on each figure.")] = 8.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Several clients at once: one-token requests beside long ones, and replicas that decode the same layers. Exit
+    status 1 when a figure falls short."""
+    with errors_for_people():
+        core = compiled_core()
+        with core_errors(core):
+            records = sessions.run(core, formats.split(","), shape, seconds)
+    if as_json:
+        for record in (part for pair in records for part in pair):
+            print(json.dumps(record))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 120)
+        console.print(fairness_table([fairness for fairness, _ in records]))
+        console.print(sharing_table([sharing for _, sharing in records]))
+    short = [text for pair in records for part in pair for text in part["falls_short"]]
+    print(f"falls short: {'; '.join(short)}" if short else "sessions: nothing falls short")
+    if short:
+        raise typer.Exit(1)
+
+
+def fairness_table(records: list[sessions.Fairness]) -> Table:
+    result = Table(title=f"one token alone, and beside requests of {records[0]['long_tokens']} tokens back to back")
+    for heading in ("format", "alone p50 ms", "p99", "beside p50 ms", "p99", "throughput of both"):
+        result.add_column(heading, justify="left" if heading == "format" else "right")
+    for record in records:
+        times = (record["alone_p50_ms"], record["alone_p99_ms"], record["beside_p50_ms"], record["beside_p99_ms"])
+        result.add_row(record["format"], *(f"{ms:.2f}" for ms in times), f"{record['throughput']:.0%}")
+    return result
+
+
+def sharing_table(records: list[sessions.Sharing]) -> Table:
+    result = Table(title=f"two replicas of {records[0]['tokens']} tokens, tokens a second")
+    for heading in ("format", "one after the other", "together", "gain", "possible", "computed together"):
+        result.add_column(heading, justify="left" if heading == "format" else "right")
+    for record in records:
+        result.add_row(
+            record["format"],
+            f"{record['after_each_other']:.0f}",
+            f"{record['together']:.0f}",
+            f"{record['gain']:.2f}",
+            f"{record['possible']:.2f}",
+            f"{record['batched']:.0%}",
+        )
+    return result
 
 
 def busy_note(cpus: float) -> str:
