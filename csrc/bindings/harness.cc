@@ -249,8 +249,8 @@ void bind_harness(py::module_& m) {
            "max_tokens"_a, "top_k"_a, "element_bytes"_a, "num_slots"_a, "spin_us"_a = 0, "priority"_a = 1,
            "share"_a = 0)
       .def(
-          "end_session",
-          [](TestHarness& h, uint64_t id, uint32_t closing) { h.dispatcher().end_session(id, closing); }, Unlocked())
+          "end_session", [](TestHarness& h, uint64_t id, uint32_t closing) { h.dispatcher().end_session(id, closing); },
+          Unlocked())
       .def(
           "remove_session", [](TestHarness& h, uint64_t id) { h.dispatcher().remove_session(id); }, Unlocked())
       .def("forget_model", &TestHarness::forget_model, Unlocked())
