@@ -130,7 +130,11 @@ def test_one_of_a_batch(harness: _core.TestHarness, who: int, how: str) -> None:
             gone.post(slot=77)
         else:
             os.ftruncate(gone.shm_fd, 8192)
-        others = [(session, wanted) for number, (session, wanted) in enumerate(zip(sessions, asked)) if number != who]
+        others = [
+            (session, wanted)
+            for number, (session, wanted) in enumerate(zip(sessions, asked, strict=True))
+            if number != who
+        ]
         assert all(right(session, 0, wanted) for session, wanted in others)
         harness.set_delay_us(0)
         for session, _ in others:
