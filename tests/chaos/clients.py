@@ -24,13 +24,15 @@ import answers
 import numpy as np
 
 from syshax import Client, Model
-from syshax.errors import SyshaxError
+from syshax.errors import InternalError, ModelNotReadyError, ShuttingDownError, SyshaxError
 from syshax.protocol import Dtype
+from syshax.ring import Status
 
 if answers.TABLES_VARIABLE in os.environ:  # in the process that clients are forked from: read once for all
     answers.of_environment()
 GRACE_SECONDS = 1.0
 """How much later than its timeout a call may end where CPUs are few and taken."""
+_STATUS_ERRORS = {Status.MODEL_GONE: ModelNotReadyError, Status.SHUTTING_DOWN: ShuttingDownError}
 _SPIN_US_OFFSET = 272  # of the ring's header; a client may write there, for itself
 
 
@@ -156,8 +158,8 @@ class Sender:
                 ctypes.memmove(place, array.ctypes.data, array.nbytes)
             slot.submit(layer, tokens, top_k, Dtype(dtype).ring_code)
             result = slot.wait(self.kind.timeout)
-            if result.status != 0:
-                raise RuntimeError(f"status {result.status}")
+            if result.status != Status.OK:
+                raise _STATUS_ERRORS.get(result.status, InternalError)(f"status {result.status}")
             got = np.empty_like(arrays.hidden_states)
             ctypes.memmove(got.ctypes.data, slot.output, got.nbytes)
             return got

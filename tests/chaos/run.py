@@ -68,6 +68,7 @@ def main() -> int:
     print(f"chaos: seed {chosen.seed}", flush=True)
     numbers = range(chosen.rounds) if chosen.round is None else [chosen.round]
     shortfalls: list[str] = []
+    given_up = False
     figures: dict[str, object] = {"seed": chosen.seed}
     with Stand() as stand:
         stand.begin_bystanders()
@@ -93,11 +94,12 @@ def main() -> int:
             if found:
                 again = f"--seed {chosen.seed} --round {number}"
                 shortfalls.append(f"{what.group}: {what.name} ({again}): {found[0][-300:]}")
-            if found and not stand.can_go_on():
+            given_up = bool(found) and not stand.can_go_on()
+            if given_up:
                 shortfalls.append(f"gave up after round {number}")
                 break
         stand.end_bystanders()
-        if chosen.round is None and chosen.requests and not shortfalls:
+        if chosen.round is None and chosen.requests and not given_up:
             figures["mixed"] = mixed_requests(stand, chosen.requests, chosen.seed)
         if any(group.startswith("one of several") for group in recoveries) and not stand.together:
             shortfalls.append("no request was ever computed together with another session's")
