@@ -88,7 +88,7 @@ def main() -> int:
             found, stand.shortfalls = stand.shortfalls, []
             took = time.monotonic() - started
             print(
-                f"round {number}: {what.group}: {what.name}: {'; '.join(found) or f'well after {took:.1f} s'}",
+                f"round {number}: {what.group}: {what.name}: {'; '.join(found) or f'well after {took:.1f} s{stand.noise}'}",
                 flush=True,
             )
             if found:

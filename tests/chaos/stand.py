@@ -167,7 +167,7 @@ class Stand:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.allowed: set[str] = set()
         self.latency = 0.0
-        self.noisy, self.together = 0, 0
+        self.noisy, self.noise, self.together = 0, "", 0
         self.growth = 0
         self.before: Usage | None = None
         self.bystanders: dict[str, Process] = {}
@@ -234,7 +234,7 @@ class Stand:
         self.before = Usage.of(self.pid)
 
     def begin_round(self, dice: random.Random) -> None:
-        self.dice, self.allowed = dice, set()
+        self.dice, self.allowed, self.noise = dice, set(), ""
 
     def can_go_on(self) -> bool:
         """After a shortfall: the daemon and all bystanders are still there, perhaps after a restart."""
@@ -397,6 +397,8 @@ class Stand:
                 self.noisy += seconds > RECOVERY_SECONDS
                 return seconds
             others = (self._load() - load) / seconds
+            if seconds > RECOVERY_SECONDS:
+                self.noise = f" (others take {others:.1f} CPUs; {'; '.join(missing)})"
             if seconds > (RECOVERY_SECONDS if others < NOISY_CPUS else NOISY_SECONDS):
                 self.shortfalls += [f"{what}, {seconds:.1f} s after" for what in missing]
                 return seconds
