@@ -6,8 +6,7 @@
 namespace syshax {
 namespace {
 
-constexpr uint64_t kScale = kMaxClassWeight;  // tags of classes are in ns * kScale / weight
-constexpr double kBurstNs = 20e6;             // of a limited session: what it may save up
+constexpr double kBurstNs = 20e6;  // of a limited session: what it may save up
 
 }  // namespace
 
@@ -38,7 +37,7 @@ void FairShare::configure(Account& account, Priority priority, uint32_t share) {
 bool FairShare::before(const Account& a, const Account& b) const {
   const size_t class_a = static_cast<size_t>(a.priority_), class_b = static_cast<size_t>(b.priority_);
   if (class_a == class_b) return a.start_ < b.start_;
-  const uint64_t start_a = classes_[class_a].start, start_b = classes_[class_b].start;
+  const double start_a = classes_[class_a].start, start_b = classes_[class_b].start;
   return start_a != start_b ? start_a < start_b : class_a < class_b;
 }
 
@@ -61,7 +60,7 @@ void FairShare::charge(Account& account, uint64_t ns, uint64_t now_ns) {
   own.session = std::max(own.session, account.start_);
   virtual_time_ = std::max(virtual_time_, own.start);
   account.start_ += ns;
-  own.start += ns * kScale / weights_[index];
+  own.start += static_cast<double>(ns) / weights_[index];
   if (account.share_ == 0 || account.share_ >= 100) return;
   account.refill(now_ns);
   account.allowance_ns_ -= static_cast<double>(ns);

@@ -59,7 +59,7 @@ class FairShare {
 
  private:
   struct Class {
-    uint64_t start = 0;    // tag among the classes
+    double start = 0;      // tag among the classes: ns / weight, which no number of years overflows
     uint64_t session = 0;  // start tag of the session that computed last
     uint64_t round = 0;    // the last one in which somebody of it had work
   };
@@ -68,7 +68,7 @@ class FairShare {
   ClassWeights weights_ = kClassWeights;
   std::array<Class, kNumPriorities> classes_{};
   std::array<bool, kNumPriorities> offered_{};
-  uint64_t virtual_time_ = 0;  // start tag of the class that computed last
+  double virtual_time_ = 0;  // start tag of the class that computed last
   uint64_t round_ = 0;
   const Account* best_ = nullptr;
 };

@@ -2,6 +2,7 @@
 // nothing saved up by being away, limits kept; and who meets whom on the way through the layers. Random, same in every
 // run; what is expected follows from weights and times alone.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <memory>
 #include <vector>
@@ -78,6 +79,25 @@ void check_shares(uint64_t seed) {
     if (std::fabs(got - wanted) > 0.02 * wanted + 0.0005)
       fail("seed %llu: class %zu got %.4f of the time, wanted %.4f", (unsigned long long)seed, index, got, wanted);
   }
+}
+
+// A service that has computed for a year shares as on its first day.
+void check_age() {
+  Machine machine;
+  machine.shares.set_weights({3, 1, 1});
+  Client &one = machine.add(Priority::kInteractive), &two = machine.add(Priority::kNormal);
+  const uint64_t year_ns = 365ull * 24 * 3600 * 1000 * kMs;
+  for (Client* client : {&one, &two}) {
+    client->busy = false;
+    machine.turn(1);
+    client->busy = true;
+  }
+  machine.shares.charge(one.account, 3 * (year_ns / 4), machine.now_ns);
+  machine.shares.charge(two.account, year_ns / 4, machine.now_ns);
+  one.used_ns = two.used_ns = 0;
+  for (int i = 0; i < 4000; ++i) machine.turn(2 * kMs);
+  const double part = double(one.used_ns) / double(one.used_ns + two.used_ns);
+  if (std::fabs(part - 0.75) > 0.01) fail("after a year the class with weight 3 of 4 gets %.3f", part);
 }
 
 // One that asks now and then, beside others of its class that always have work, waits for one slice of each and is done
@@ -192,6 +212,7 @@ int main() {
     check_starvation(seed);
     check_limit(seed);
   }
+  check_age();
   check_fit();
   check_walk();
   std::printf("fair shares and companions\n");
