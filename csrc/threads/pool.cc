@@ -1,6 +1,7 @@
 // Contract: pool.h. Workers wait on one event for the next job's number and meet at one barrier for each node.
 #include "threads/pool.h"
 
+#include <algorithm>
 #include <mutex>
 #include <system_error>
 #include <utility>
@@ -9,6 +10,14 @@
 #include "threads/pinning.h"
 
 namespace syshax {
+namespace {
+
+// The time between two jobs is the client's, whose threads may want these CPUs: a long limit is for waits within a job.
+uint32_t between_jobs_us(uint32_t spin_us) {
+  return spin_us & SYSHAX_SPIN_FIXED ? spin_us : std::min(spin_us, uint32_t{50});
+}
+
+}  // namespace
 
 ThreadPool::ThreadPool(std::vector<NodePlan> plan, uint32_t spin_us) : spin_us_(spin_us) {
   check_plan(plan);
@@ -72,7 +81,7 @@ void ThreadPool::work(uint32_t node, uint32_t thread) {
   ThreadState& state = home.states[thread];
   uint32_t seen = 0;
   while (true) {
-    seen = started_.await(seen, state.for_job, spin_us(state));
+    seen = started_.await(seen, state.for_job, between_jobs_us(spin_us(state)));
     if (stopping_) return;
     state.resumed_ns = now_ns();
     job_(context_, node, thread);
