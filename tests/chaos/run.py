@@ -87,8 +87,9 @@ def main() -> int:
                 stand.shortfalls.append(traceback.format_exc(limit=-3)[-1500:])
             found, stand.shortfalls = stand.shortfalls, []
             took = time.monotonic() - started
+            well = f"well after {took:.1f} s{stand.noise}"
             print(
-                f"round {number}: {what.group}: {what.name}: {'; '.join(found) or f'well after {took:.1f} s{stand.noise}'}",
+                f"round {number}: {what.group}: {what.name}: {'; '.join(found) or well}",
                 flush=True,
             )
             if found:
