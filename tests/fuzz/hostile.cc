@@ -100,6 +100,18 @@ void HostileMemory::post_legal(Script& script) {
   post(r, script.below(4) != 0);
 }
 
+void HostileMemory::post_companion(uint32_t layer, Script& script) {
+  syshax_ring_request r = {};
+  if (static_cast<uint32_t>(++tag_) == 0) ++tag_;
+  r.tag = tag_;
+  r.slot = script.below(layout_.num_slots);
+  r.layer = layer;
+  r.num_tokens = script.below(layout_.max_tokens) + 1;
+  r.top_k = layout_.top_k;
+  r.dtype = layout_.element_bytes == 4 ? 0 : 1;
+  post(r, true);
+}
+
 void HostileMemory::post_plausible(Script& script) {
   syshax_ring_request r = {};
   r.tag = script.below(8) ? ++tag_ : script.number();
@@ -122,7 +134,8 @@ void HostileMemory::write_routing(Script& script) {
   uint8_t* slot = base_ + layout_.slots_offset + script.below(layout_.num_slots) * layout_.slot_bytes;
   uint8_t* area = slot + (script.below(2) ? layout_.ids_offset : layout_.weights_offset);
   uint32_t value = script.number(), count = script.below(16) + 1;
-  size_t at = script.word() % (layout_.output_offset - layout_.weights_offset - 64) & ~size_t{3};
+  const size_t area_bytes = layout_.output_offset - layout_.weights_offset;
+  const size_t at = script.below(4) ? 4 * script.below(16) : script.word() % (area_bytes - 64) & ~size_t{3};
   for (uint32_t i = 0; i < count; ++i) std::memcpy(area + at + 4 * i, &value, 4);
 }
 

@@ -54,6 +54,8 @@ class HostileMemory {
   void post(const syshax_ring_request& request, bool ring);
   // What a client that keeps to the rules would post; ids and weights are legal.
   void post_legal(Script& script);
+  // A legal one for that layer, of the kind that an honest client's may be computed together with.
+  void post_companion(uint32_t layer, Script& script);
   static constexpr uint32_t kActions = 16;
 
  private:

@@ -159,7 +159,7 @@ def found(program: Path, target: str, seconds: float) -> tuple[bool, float, str]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30.0, help="that a target has for a fault")
+    parser.add_argument("--seconds", type=float, default=180.0, help="that a target has for a fault")
     seconds = parser.parse_args().seconds
     unfound = 0
     with tempfile.TemporaryDirectory(prefix="sxf") as folder:

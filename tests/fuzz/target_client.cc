@@ -58,7 +58,7 @@ void change_header(syshax_ring_header& h, Script& script) {
       break;
     }
     case 2:  // as far below 2^64 as it takes to wrap around
-      *wide[script.below(8)] = uint64_t{0} - script.word() * (script.below(2) ? uint64_t{64} : kPage);
+      *wide[script.below(8)] = uint64_t{0} - (script.below(4) + 1) * (script.below(4) ? kPage : uint64_t{64});
       break;
     case 3: {
       uint64_t& field = *wide[script.below(8)];

@@ -43,6 +43,9 @@ void check_request(const syshax::MoeRequest& r) {
       fail("dispatcher: expert %d reached the model", r.topk_ids[i]);
 }
 
+// While closed, whoever computes stands still, so that others' requests come together behind it.
+std::atomic<bool> closed{false}, standing{false};
+
 // A few tokens a slice, so that requests are interrupted and sessions end in the middle of them.
 class Pass final : public syshax::ForwardPass {
  public:
@@ -52,6 +55,9 @@ class Pass final : public syshax::ForwardPass {
     part_ = token_ = row_ = 0;
   }
   bool advance(uint64_t) noexcept override {
+    standing.store(true, std::memory_order_release);
+    while (closed.load(std::memory_order_acquire)) sched_yield();
+    standing.store(false, std::memory_order_relaxed);
     for (uint32_t i = 0; i < kTokensPerSlice && token_ < request_.num_tokens; ++i) next_token();
     return token_ == request_.num_tokens;
   }
@@ -173,25 +179,36 @@ class World {
     dispatcher.stop();
   }
 
-  void honest_asks(uint32_t variant) {
-    uint32_t tokens = variant % kHonestTokens + 1, layer = variant % kLayers;
-    uint32_t in[kHonestTokens * kHidden], out[kHonestTokens * kHidden];
-    int32_t ids[kHonestTokens * kTopK];
-    float weights[kHonestTokens * kTopK];
-    write_secret(reinterpret_cast<uint8_t*>(in), tokens * kHidden * 4, kHonestSecret, ++asked_);
+  // between: called when the request is out, before its answer is waited for.
+  template <typename Between>
+  void honest_asks(uint32_t variant, const Between& between) {
+    const uint32_t tokens = variant % kHonestTokens + 1, layer = variant % kLayers, words = tokens * kHidden;
+    uint32_t slot, in[kHonestTokens * kHidden];
+    expect(syshax_client_acquire(client_, kHonestNs, &slot), "acquire");
+    int32_t* ids = syshax_client_topk_ids(client_, slot);
+    float* weights = syshax_client_topk_weights(client_, slot);
+    write_secret(reinterpret_cast<uint8_t*>(in), words * 4, kHonestSecret, ++asked_);
+    std::memcpy(syshax_client_hidden_states(client_, slot), in, words * 4);
     for (uint32_t i = 0; i < tokens * kTopK; ++i) {
       ids[i] = static_cast<int32_t>((asked_ + i) % (kExperts + 1)) - 1;
       weights[i] = static_cast<float>(i) + 0.5f;
     }
-    syshax_client_result result;
-    int error = syshax_client_moe(client_, layer, tokens, kTopK, 0, in, ids, weights, out, 20000000000u, &result);
-    if (error != 0 || result.status != 0)
-      fail("dispatcher: the honest session got %s, status %u", syshax_client_error_name(error), result.status);
-    for (uint32_t t = 0; t < tokens; ++t) {
-      uint32_t sum = mix(layer, ids + t * kTopK, weights + t * kTopK, kTopK);
-      for (uint32_t i = t * kHidden; i < (t + 1) * kHidden; ++i)
-        if (out[i] != (in[i] ^ sum)) fail("dispatcher: the honest session got a wrong answer");
+    uint64_t tag;
+    syshax_client_result result = {};
+    expect(syshax_client_submit(client_, slot, layer, tokens, kTopK, 0, &tag), "submit");
+    between();
+    expect(syshax_client_wait(client_, slot, tag, kHonestNs, &result), "wait");
+    if (result.status != 0) fail("dispatcher: the honest session got status %u", result.status);
+    const auto* out = static_cast<const uint32_t*>(syshax_client_output(client_, slot));
+    for (uint32_t i = 0; i < words; ++i) {
+      const size_t at = i / kHidden * kTopK;
+      if (out[i] != (in[i] ^ mix(layer, ids + at, weights + at, kTopK)))
+        fail("dispatcher: the honest session got a wrong answer");
     }
+    syshax_client_release(client_, slot);
+  }
+  void honest_asks(uint32_t variant) {
+    honest_asks(variant, [] {});
   }
 
   void check_silent() const {
@@ -222,6 +239,11 @@ class World {
   uint64_t next_id = 100;
 
  private:
+  static constexpr uint64_t kHonestNs = 20000000000u;
+  static void expect(int error, const char* what) {
+    if (error != 0) fail("dispatcher: the honest session's %s: %s", what, syshax_client_error_name(error));
+  }
+
   std::shared_ptr<Model> honest_model_ = std::make_shared<Model>();
   HostileMemory silent_{layout_of(2, 4, kTopK, 4), kSilentSecret};
   HostileMemory honest_{layout_of(3, kHonestTokens, kTopK, 4), kHonestSecret};
@@ -285,7 +307,7 @@ class Play {
   void step() {
     uint8_t what = script_.byte();
     if (what < 198) return current().memory().act(script_);
-    switch (what % 11) {
+    switch (what % 13) {
       case 0:
         return world_.honest_asks(script_.byte());
       case 1:
@@ -305,9 +327,27 @@ class Play {
       case 8:
       case 9:
         return schedule();
+      case 10:
+      case 11:
+        return together();
       default:
         ++current_;
     }
+  }
+
+  // While one request stands still, hostile ones and an honest one for the same layer queue up: they are computed
+  // together. What the script does to the hostile ones' memory meanwhile must not touch the honest one's answer.
+  void together() {
+    const uint32_t variant = script_.byte();
+    closed.store(true, std::memory_order_release);
+    current().memory().post_legal(script_);
+    for (int i = 0; i < 200 && !standing.load(std::memory_order_acquire); ++i) sched_yield();
+    for (auto& one : sessions_) one->memory().post_companion(variant % kLayers, script_);
+    world_.honest_asks(variant, [&] {
+      for (uint32_t left = script_.below(3); left != 0; --left) current().memory().act(script_);
+      closed.store(false, std::memory_order_release);
+      if (script_.below(2)) current().memory().act(script_);
+    });
   }
 
   void scribble() {
@@ -364,14 +404,14 @@ std::vector<Bytes> dispatcher_seeds() {
     for (uint8_t round = 0; round < 5; ++round) {
       seed.insert(seed.end(), {0, action, round, 2, 1, 0, 1, 1, 0});      // the action, its words
       seed.insert(seed.end(), {0, 0, round, 1, 2, 1, 0, 1});              // a request that is legal
-      seed.push_back(static_cast<uint8_t>(198 + (action + round) % 11));  // one of the world's steps
+      seed.push_back(static_cast<uint8_t>(208 + (action + round) % 13));  // one of the world's steps
     }
     seeds.push_back(seed);
   }
   for (uint8_t area : {0, 40, 80, 120}) {  // requests while another thread rewrites header, queue, completions, slots
     Bytes seed = sessions;
-    seed.insert(seed.end(), {200, 200, area, area, 0, 0, 16, 0, 0xff});
-    for (uint8_t round = 0; round < 8; ++round) seed.insert(seed.end(), {0, 0, round, 1, 2, 1, 0, 1, 210});
+    seed.insert(seed.end(), {211, 211, area, area, 0, 0, 16, 0, 0xff});
+    for (uint8_t round = 0; round < 8; ++round) seed.insert(seed.end(), {0, 0, round, 1, 2, 1, 0, 1, 209});
     seeds.push_back(seed);
   }
   return seeds;
