@@ -10,6 +10,7 @@ namespace {
 constexpr double kLeastGain = 1.15;         // of reading weights once, else nobody waits
 constexpr uint64_t kJitterNs = 20000;       // of a client's way back to us
 constexpr uint64_t kAwayCapNs = 100000000;  // a longer absence is a pause, not a layer's attention
+constexpr uint64_t kWorthWaiting = 16;      // so small a part of a pass is less than what sharing it saves
 constexpr uint64_t kSulk = 32;              // times what was waited in vain
 
 // Experts that `tokens` tokens touch, were the router without preferences.
@@ -38,7 +39,9 @@ void Walk::answered(const Step& step, uint64_t service_ns, uint64_t now_ns) noex
   answered_ns_ = now_ns;
 }
 
-uint64_t Walk::expected_until_ns() const noexcept { return answered_ns_ + away_ns_ + away_ns_ / 2 + kJitterNs; }
+uint64_t Walk::expected_until_ns() const noexcept {
+  return answered_ns_ + away_ns_ + away_ns_ / 2 + kJitterNs + service_ns_ / kWorthWaiting;
+}
 
 uint64_t Walk::patience_ns(uint32_t layers) const noexcept {
   return (uint64_t{layers} + 2) * (service_ns_ + away_ns_ + kJitterNs) * 3 / 2;

@@ -8,6 +8,7 @@ Owns which CPUs the two sides take and the verdict; the measuring is the core's 
 from __future__ import annotations
 
 import os
+import statistics
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ MEANINGS = {
 }
 
 
+LATENCY_ROUNDS = 7
 ROUNDS = 9
 SPINNING_SECONDS = 0.15
 IDLE_SECONDS = 5.0
@@ -50,6 +52,16 @@ def run(seconds: float, payload_bytes: int, client_cpu: int, daemon_cpu: int) ->
         raise InvalidArgumentError(str(error), error.hint) from error
 
 
+def round_trips(seconds: float, payload_bytes: int, client_cpu: int, daemon_cpu: int) -> dict[str, float]:
+    """Medians of several rounds, and of the rounds' ratios to their floors: the host's moods change within a second."""
+    rounds = [run(seconds / LATENCY_ROUNDS, payload_bytes, client_cpu, daemon_cpu) for _ in range(LATENCY_ROUNDS)]
+    figures = {name: statistics.median(each[name] for each in rounds) for name in MEANINGS}
+    for kind in ("spin", "parked"):
+        ratios = (each[f"{kind}_us_p50"] / each[f"floor_{kind}_us"] for each in rounds)
+        figures[f"{kind}_ratio"] = statistics.median(ratios)
+    return figures
+
+
 def whole(
     parts: Sequence[str], seconds: float, payload_bytes: int, cpus: tuple[int, int], say: Callable[[str], None]
 ) -> dict[str, Any]:
@@ -59,9 +71,7 @@ def whole(
     figures: dict[str, Any] = {}
     if "latency" in parts:
         say("round trips, and the least that the machine allows")
-        figures |= run(seconds, payload_bytes, *cpus)
-        figures["spin_ratio"] = figures["spin_us_p50"] / figures["floor_spin_us"]
-        figures["parked_ratio"] = figures["parked_us_p50"] / figures["floor_parked_us"]
+        figures |= round_trips(seconds, payload_bytes, *cpus)
     if "idle" in parts:
         say("a daemon and a client with nothing to do")
         figures |= idling.measure(IDLE_SECONDS)
