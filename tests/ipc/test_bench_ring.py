@@ -54,8 +54,8 @@ def test_the_command() -> None:
 
 def test_ratios_are_of_each_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """One round in which the host did something else changes no median, and a ratio is of figures of one moment."""
-    rounds = [{name: 1.0 for name in ring.MEANINGS} | {"spin_us_p50": 2.0, "parked_us_p50": 3.0}] * 6
-    rounds.append({name: 100.0 for name in ring.MEANINGS} | {"spin_us_p50": 9000.0})
+    rounds = [dict.fromkeys(ring.MEANINGS, 1.0) | {"spin_us_p50": 2.0, "parked_us_p50": 3.0}] * 6
+    rounds.append(dict.fromkeys(ring.MEANINGS, 100.0) | {"spin_us_p50": 9000.0})
     left = iter(rounds)
     monkeypatch.setattr(ring, "run", lambda *_: next(left))
     figures = ring.round_trips(1.0, 4096, 0, 0)
