@@ -5,6 +5,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "fuzz.h"
 #include "ipc/client.h"
 #include "ipc/ring_server.h"
@@ -169,8 +171,9 @@ void run_client(const uint8_t* data, size_t size) {
 std::vector<Bytes> client_seeds() {
   std::vector<Bytes> seeds;
   for (uint8_t changes = 0; changes < 4; ++changes) {
-    Bytes seed = {2, 8, 2, 1, 1, changes};
-    seed.insert(seed.end(), 60, static_cast<uint8_t>(changes * 5 + 1));
+    Bytes seed(66, static_cast<uint8_t>(changes * 5 + 1));
+    const Bytes shape = {2, 8, 2, 1, 1, changes};
+    std::copy(shape.begin(), shape.end(), seed.begin());
     seeds.push_back(seed);
   }
   seeds.push_back({0, 0, 0, 0, 0, 1, 2, 0, 1, 0, 0});  // requests_offset = 2^64 - 64
