@@ -328,7 +328,7 @@ class Model:
         """Attaches by name and fingerprint, once for all threads that lost the same session."""
         seconds = max(0.0, back_by - time.monotonic())
         if not self._reattaching.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            raise error
+            raise type(error)(error.message, error.hint) from None  # raised again, it would hold itself and the ring
         try:
             if self._session is not lost:
                 return
@@ -365,7 +365,7 @@ class Pending:
     """A submitted request. Dropping it gives its slot back when the daemon has answered."""
 
     def __init__(self, model: Model, session: Session, slot: Slot | None, call: _Call) -> None:
-        self._model, self._session, self._slot, self._call = model, session, slot, call
+        self._model, self._answer, self._slot, self._call = model, session.answer, slot, call
         self._lock = threading.Lock()
         self._error: SyshaxError | None = None
 
@@ -375,21 +375,22 @@ class Pending:
             if self._slot is not None:
                 self._wait(self._slot, timeout)
             if self._error is not None:
-                raise self._error
+                raise type(self._error)(self._error.message, self._error.hint)
             return self._call.output.target
 
     def _wait(self, slot: Slot, timeout: float | None) -> None:
         try:
             answer = slot.wait(timeout)
             if answer.status != Status.OK:
-                raise _refusal(answer, self._session.answer, self._call, 0)
+                raise _refusal(answer, self._answer, self._call, 0)
             rows = self._call.output.rows
             ctypes.memmove(rows.address, slot.output, self._call.input.num_tokens * rows.row_bytes)
             self._call.output.finish()
         except RequestTimeoutError:
             raise
         except SyshaxError as error:
-            self._error = self._model._closed_error() if self._model.closed else error
+            kept = self._model._closed_error() if self._model.closed else error
+            self._error = type(kept)(kept.message, kept.hint)  # without a traceback, whose frames would hold the ring
         self._slot = None
         slot.release()
 
