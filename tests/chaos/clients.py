@@ -36,6 +36,11 @@ _STATUS_ERRORS = {Status.MODEL_GONE: ModelNotReadyError, Status.SHUTTING_DOWN: S
 _SPIN_US_OFFSET = 272  # of the ring's header; a client may write there, for itself
 
 
+def unmoved() -> float:
+    """Seconds of a clock that the shim does not move: a call is not as long as its client's clock jumped."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
+
+
 @dataclass
 class Report:
     """What a process's requests came to since it began."""
@@ -117,7 +122,7 @@ class Sender:
         )  # fmt: skip
 
     def judge(self, call: Callable[[], Any], rows: np.ndarray, layer: int, top_k: int, dtype: str) -> str:
-        kind, begun, me = self.kind, time.monotonic(), threading.get_ident()
+        kind, begun, me = self.kind, unmoved(), threading.get_ident()
         with self._lock:
             self._begun[me] = begun
         outcome, fault = "right", ""
@@ -133,7 +138,7 @@ class Sender:
             outcome = type(error).__name__
             fault = f"an error that is none of ours: {error!r}"
         self._last = outcome
-        seconds = time.monotonic() - begun
+        seconds = unmoved() - begun
         if seconds > kind.timeout + GRACE_SECONDS:
             fault = fault or f"a call ended after {seconds:.1f} s, its timeout was {kind.timeout:g} s"
         with self._lock:
@@ -170,7 +175,7 @@ class Sender:
         with self._lock:
             report = Report(**vars(self.report))
             self.report.latencies, self.report.faults = [], []
-            now = time.monotonic()
+            now = unmoved()
             report.oldest = max((now - begun for begun in self._begun.values()), default=0.0)
         report.mappings = session_mappings(os.getpid())
         report.boot_id = self.model.boot_id
