@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from real_daemon import EXAMPLES, Counter, RealDaemon, under_attack
 
-from syshax.errors import LimitError
+from syshax.errors import DaemonLostError, LimitError
 from syshax.protocol import ROUTES, StatusAnswer
 
 CALL_SECONDS = 3.0
@@ -172,10 +172,10 @@ def call_seconds(daemon: RealDaemon) -> float:
 
 
 def served(daemon: RealDaemon) -> bool:
-    """False while connections that the flood has closed are still counted."""
+    """False while connections that the flood has closed still count: refused, or cut before it reads so."""
     try:
         return call_seconds(daemon) < CALL_SECONDS
-    except LimitError:
+    except (DaemonLostError, LimitError):
         return False
 
 
