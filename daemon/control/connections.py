@@ -13,6 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -29,11 +30,12 @@ HEAD_SECONDS = 10.0
 QUIET_SECONDS = 30.0
 """From an answer to the end of the next request's head."""
 
-
-REFUSED_SECONDS = 0.2
-"""A refused client may say what it wanted: closed before, it would lose the refusal to a broken pipe ..."""
+REFUSED_SECONDS = 1.0
+"""A refused client may say what it wanted: closed before, it would lose the refusal to a broken pipe or a reset ..."""
 REFUSED_AT_ONCE = 32
-"""... as it does in a flood."""
+"""... and the one that has had the longest time for it gives way to the next."""
+_UNREAD_BYTES = 1 << 18
+"""As much as a Unix socket holds."""
 
 
 class NoHttp(logging.Filter):
@@ -57,8 +59,8 @@ class Connections:
 
     def __init__(self) -> None:
         self._users: Counter[int] = Counter()
-        self.refused = 0
-        """Those that may still say what they wanted."""
+        self._refused: dict[Connection, None] = {}
+        """Those that may still say what they wanted, the oldest first."""
 
     def wrap(self, serve: Callable[[], asyncio.Protocol]) -> Callable[[], asyncio.Protocol]:
         return lambda: Connection(self, serve)
@@ -77,6 +79,15 @@ class Connections:
         if not self._users[uid]:
             del self._users[uid]
 
+    def refuse(self, connection: Connection) -> None:
+        if len(self._refused) >= REFUSED_AT_ONCE:
+            self.forget(oldest := next(iter(self._refused)))
+            oldest.end()
+        self._refused[connection] = None
+
+    def forget(self, connection: Connection) -> None:
+        self._refused.pop(connection, None)
+
 
 class Connection(asyncio.Protocol):
     """Hands everything to aiohttp's protocol; the transport's `get_protocol()` finds this one."""
@@ -86,14 +97,16 @@ class Connection(asyncio.Protocol):
         self._inner: asyncio.Protocol | None = None
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._uid, self._refused = -1, False
+        self._uid = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         uid = peer_of(transport.get_extra_info("socket")).uid
         if reason := self._all.enter(uid):
-            self._refuse(transport, reason)
+            transport.write(_refusal(reason))
+            self._all.refuse(self)
+            self._time(REFUSED_SECONDS)
             return
         self._uid = uid
         self._inner = self._serve()
@@ -103,8 +116,6 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._inner is not None:
             self._inner.data_received(data)
-        elif self._transport is not None:
-            self._transport.close()
 
     def eof_received(self) -> bool | None:
         return self._inner.eof_received() if self._inner is not None else None
@@ -122,16 +133,7 @@ class Connection(asyncio.Protocol):
         if self._inner is not None:
             self._inner.connection_lost(error)
             self._all.leave(self._uid)
-        self._all.refused -= self._refused
-
-    def _refuse(self, transport: asyncio.Transport, reason: str) -> None:
-        if self._all.refused >= REFUSED_AT_ONCE:
-            transport.abort()
-            return
-        self._refused = True
-        self._all.refused += 1
-        transport.write(_refusal(reason))
-        self._time(REFUSED_SECONDS)
+        self._all.forget(self)
 
     def request_began(self) -> None:
         self._stop_timer()
@@ -141,16 +143,21 @@ class Connection(asyncio.Protocol):
 
     def _time(self, seconds: float) -> None:
         self._stop_timer()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.end)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _end(self) -> None:
-        """Nothing is said: whoever sends half of a request and waits is no reader of errors."""
+    def end(self) -> None:
+        """Nothing is said: whoever sends half of a request and waits is no reader of errors.
+
+        What has come is read first: unread, it would reset the connection and take a refusal with it.
+        """
         if self._transport is not None:
+            with suppress(OSError):
+                os.read(self._transport.get_extra_info("socket").fileno(), _UNREAD_BYTES)
             self._transport.abort()
 
 
