@@ -207,7 +207,10 @@ def _inner_table(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def example_toml(model: type[BaseModel], heading: str = "") -> str:
-    """The commented example file: every key with its description and, commented out, its default."""
+    """The commented example file: every key with its description and, commented out, its default.
+
+    Where a key has no default worth showing, an example: those of a free table (`[aliases]`) and of a group.
+    """
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     lines += _example_table(model, "")
     return "\n".join(lines).strip() + "\n"
@@ -220,8 +223,11 @@ def _example_table(model: type[BaseModel], table: str) -> list[str]:
         paragraphs = (field.description or "").splitlines()
         description = [f"# {line}" for paragraph in paragraphs for line in textwrap.wrap(paragraph, _EXAMPLE_COLUMNS)]
         inner, free = _inner_table(field.annotation)
-        if inner is not None:
-            path = f"{table}.{name}" if table else name
+        path = f"{table}.{name}" if table else name
+        if inner is None and get_origin(field.annotation) is dict:
+            rows = tomli_w.dumps(field.examples[0] if field.examples else {}).splitlines()
+            tables += ["", *description, f"[{path}]", "", *(f"# {row}" for row in rows)]
+        elif inner is not None:
             header = f"# [{path}.NAME]" if free else f"[{path}]"
             tables += ["", *description, header, *_example_table(inner, f"{path}.NAME" if free else path)]
         else:

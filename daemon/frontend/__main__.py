@@ -28,15 +28,15 @@ def serve(
         list[str] | None,
         typer.Option(help="A vLLM worker: http://HOST:PORT or unix:PATH. May be repeated.", show_default=False),
     ] = None,
-    api_keys_file: Annotated[
+    keys_file: Annotated[
         Path | None,
-        typer.Option(help="One API key a line; then every route but health asks for one.", show_default=False),
+        typer.Option(help="File of API keys; then every route but health asks for one.", show_default=False),
     ] = None,
     check_config: Annotated[bool, typer.Option("--check-config", help="Check the configuration and leave.")] = False,
 ) -> None:
     """The OpenAI HTTP API in front of vLLM workers. Options win over the configuration file."""
     given: dict[str, Any] = {"host": host, "port": port, "workers": worker or None}
-    given["api_keys_file"] = str(api_keys_file) if api_keys_file else None
+    given["keys_file"] = str(keys_file) if keys_file else None
     settings = load_config(config, {key: value for key, value in given.items() if value is not None})
     if check_config:
         typer.echo("configuration is valid")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -39,8 +39,81 @@ def _distinct(urls: list[str]) -> list[str]:
     return urls
 
 
+def _one_step(aliases: dict[str, str]) -> dict[str, str]:
+    for alias, model in aliases.items():
+        if not alias or not model:
+            raise ValueError("an alias and its model are names of at least one character")
+        if model in aliases:
+            raise ValueError(f"`{alias}` stands for `{model}`, which is an alias itself; name the model")
+    return aliases
+
+
 WorkerUrl = Annotated[str, AfterValidator(check_worker)]
+WorkerUrls = Annotated[list[WorkerUrl], AfterValidator(_distinct)]
 Seconds = Annotated[float, Field(gt=0, le=86400 * 7)]
+Priority = Literal["interactive", "normal", "batch"]
+DEFAULT_GROUP = "default"
+"""The name of the group that `workers` is short for."""
+
+
+class Group(Settings):
+    """Workers that are alike: any of them may answer a request for a model that they serve."""
+
+    workers: WorkerUrls = Field(default=[], description="As `workers` above.", examples=[["http://127.0.0.1:8001"]])
+    priority: Priority = Field(
+        default="normal",
+        description="interactive, normal or batch: requests of keys with this priority go here; those without a key\n"
+        "are normal. Where no group of theirs has a ready worker that serves the model, they go to the nearest one.",
+    )
+    vllm_priority: bool = Field(
+        default=False,
+        description="The workers run with --scheduling-policy priority: a key's priority is put into the body's "
+        "`priority` (interactive 0, normal 10, batch 20; vLLM serves lower ones first).",
+    )
+    requests_per_worker: int = Field(default=0, ge=0, description="As in [queue], for this group; 0: the same.")
+
+
+class Affinity(Settings):
+    enabled: bool = Field(
+        default=True,
+        description="Requests that begin alike go to the same worker of their group, whose cache holds their prefix.",
+    )
+    load_factor: float = Field(
+        default=1.25,
+        ge=1,
+        le=100,
+        description="But never to a worker that would then have more than this times the mean of requests in progress.",
+    )
+    prompt_bytes: int = Field(
+        default=256,
+        ge=16,
+        le=65536,
+        description="How much of a completion's prompt says where it goes. In a chat it is the messages up to the "
+        "first one of the user.",
+    )
+
+
+class Queue(Settings):
+    requests_per_worker: int = Field(
+        default=2048,
+        ge=1,
+        description="Most requests that a worker has in progress; further ones wait here, by priority. vLLM holds a "
+        "queue of its own beyond its --max-num-seqs: a limit near that lets priorities and cancelling work here.",
+    )
+    length: int = Field(
+        default=1024,
+        ge=0,
+        description="Most requests that wait, per model and priority; one more gets 429. 0: none wait.",
+    )
+    wait_seconds: Seconds = Field(default=30.0, description="A request that waited this long gets 429.")
+
+
+class Daemon(Settings):
+    view_socket: str = Field(
+        default="/run/syshax-view/view.sock",
+        description="Where syshaxd shows its state, for readiness and the console. A worker whose daemon cannot be "
+        'asked counts by its own answers. "": ask nobody.',
+    )
 
 
 class Limits(Settings):
@@ -54,7 +127,11 @@ class Limits(Settings):
     requests: int = Field(
         default=4096,
         ge=1,
-        description="Most requests passed on at once; one more gets 429 with Retry-After. Streams count while open.",
+        description="Most requests passed on or waiting at once, over all processes; one more gets 429 with "
+        "Retry-After. Streams count while open.",
+    )
+    connections: int = Field(
+        default=16384, ge=1, description="Most connections of clients at once, over all processes; one more is closed."
     )
 
 
@@ -104,29 +181,65 @@ class ApiConfig(Settings):
         default="127.0.0.1", min_length=1, description="Address to listen on. Use a TLS reverse proxy for others."
     )
     port: int = Field(default=8000, ge=0, le=65535, description="TCP port; 0: any free one, named in the log.")
-    workers: Annotated[list[WorkerUrl], AfterValidator(_distinct)] = Field(
+    processes: int = Field(default=1, ge=1, le=256, description="Processes that share the port, one core each.")
+    workers: WorkerUrls = Field(
         default=[],
-        description="vLLM workers: http://HOST:PORT or unix:PATH (HTTP over a Unix socket). At least one.",
+        description="vLLM workers: http://HOST:PORT or unix:PATH (HTTP over a Unix socket). Short for a group named "
+        "`default`. At least one worker, here or in a group.",
     )
-    api_keys_file: str = Field(
+    keys_file: str = Field(
         default="",
-        description="One API key a line, # begins a comment; SIGHUP reads it again. When set, every route but\n"
-        "/health and /ready asks for `Authorization: Bearer KEY`.",
+        description="API keys, as `syshax-api new-key` writes them; SIGHUP reads it again. With keys every route but "
+        "/health and /ready asks for `Authorization: Bearer KEY`. Empty: systemd's credential syshax-api.keys if it "
+        "passes one, else no keys.",
     )
+    groups: dict[str, Group] = Field(default={}, description="Further workers, by group; a NAME is free.")
+    aliases: Annotated[dict[str, str], AfterValidator(_one_step)] = Field(
+        default={},
+        description="Further names of models: a request for the name on the left is one for the model on the right.",
+        examples=[{"gpt-4o": "qwen3"}],
+    )
+    affinity: Affinity = Field(default=Affinity(), description="Which of several workers answers.")
+    queue: Queue = Field(default=Queue(), description="When workers have enough to do.")
     limits: Limits = Field(default=Limits(), description="What one client may ask for.")
     timeouts: Timeouts = Field(default=Timeouts(), description="All in seconds.")
     health: Health = Field(default=Health(), description="How workers are checked.")
+    daemon: Daemon = Field(default=Daemon(), description="The daemon that holds the workers' experts, on this host.")
     logging: Logging = Field(default=Logging(), description="To standard error.")
+
+    def worker_groups(self) -> dict[str, Group]:
+        """Every group by name, `workers` as the group `default`; those without workers too."""
+        return {**({DEFAULT_GROUP: Group(workers=self.workers)} if self.workers else {}), **self.groups}
 
 
 def load_config(file: Path | None, overrides: dict[str, Any]) -> ApiConfig:
     """File (the default one may be absent), its drop-ins, then the command line. Raises `ConfigError`."""
     files: Sequence[Path] = with_drop_ins(DEFAULT_FILE) if file is None else [file, *with_drop_ins(file)[1:]]
     layers = [read_toml(path) for path in files]
-    config, _ = build(ApiConfig, [*layers, Layer("command line", overrides)])
-    if not config.workers:
+    config, sources = build(ApiConfig, [*layers, Layer("command line", overrides)])
+    _check_groups(config, sources)
+    if not any(group.workers for group in config.worker_groups().values()):
         raise ConfigError(
             "no worker to pass requests to",
             f'--worker http://HOST:PORT or --worker unix:PATH, or `workers = ["…"]` in {file or DEFAULT_FILE}',
         )
     return config
+
+
+def _check_groups(config: ApiConfig, sources: Mapping[str, str]) -> None:
+    if config.workers and DEFAULT_GROUP in config.groups:
+        source = next(source for key, source in sources.items() if key.startswith(f"groups.{DEFAULT_GROUP}"))
+        raise ConfigError(
+            f"{source}: groups.{DEFAULT_GROUP}: `workers` makes a group of this name already",
+            f"move its workers into [groups.{DEFAULT_GROUP}], or choose another name",
+        )
+    seen = dict.fromkeys(config.workers, "workers")
+    for name, group in config.groups.items():
+        for url in group.workers:
+            if url in seen:
+                source = sources.get(f"groups.{name}.workers", "configuration")
+                raise ConfigError(
+                    f"{source}: groups.{name}.workers: worker {url} is in {seen[url]} already",
+                    "a worker belongs to one group",
+                )
+            seen[url] = f"groups.{name}.workers"

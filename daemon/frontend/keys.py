@@ -28,10 +28,10 @@ class KeyRing:
             text = self._path.read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(
-                f"api_keys_file {self._path}: {error.strerror}", "it must be readable by the user of syshax-api"
+                f"keys_file {self._path}: {error.strerror}", "it must be readable by the user of syshax-api"
             ) from None
         except UnicodeDecodeError:
-            raise ConfigError(f"api_keys_file {self._path}: not UTF-8 text", "one API key a line") from None
+            raise ConfigError(f"keys_file {self._path}: not UTF-8 text", "one API key a line") from None
         self._hashes = [self._hash(key) for key in _parse(self._path, text)]
 
     def accepts(self, authorization: str | None) -> bool:
@@ -54,11 +54,11 @@ def _parse(path: Path, text: str) -> list[str]:
         comment = next((index for index, word in enumerate(words) if word.startswith("#")), len(words))
         if comment > 1:
             raise ConfigError(
-                f"api_keys_file {path}: line {number} has {comment} words", "one API key a line; # begins a comment"
+                f"keys_file {path}: line {number} has {comment} words", "one API key a line; # begins a comment"
             )
         keys += words[:comment]
     if not keys:
         raise ConfigError(
-            f"api_keys_file {path}: holds no key", "add one key a line, or leave api_keys_file empty to ask for none"
+            f"keys_file {path}: holds no key", "add one key a line, or leave keys_file empty to ask for none"
         )
     return keys

@@ -97,7 +97,7 @@ class Process:
 
     def __init__(self, config: ApiConfig) -> None:
         self._config = config
-        self._keys = KeyRing(Path(config.api_keys_file)) if config.api_keys_file else None
+        self._keys = KeyRing(Path(config.keys_file)) if config.keys_file else None
         self._notifier = Notifier()
         self._stop = asyncio.Event()
         self.addresses: list[str] = []
@@ -163,7 +163,7 @@ class Process:
 
     def _on_reload(self) -> None:
         if self._keys is None:
-            log.info("SIGHUP: nothing to reload, api_keys_file is not set")
+            log.info("SIGHUP: nothing to reload, keys_file is not set")
             return
         try:
             self._keys.reload()

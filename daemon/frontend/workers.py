@@ -156,7 +156,7 @@ class Workers:
     """All configured workers."""
 
     def __init__(self, config: ApiConfig, metrics: Metrics) -> None:
-        self.all = [Worker(url, config, metrics) for url in config.workers]
+        self.all = [Worker(url, config, metrics) for group in config.worker_groups().values() for url in group.workers]
         self._turns = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 

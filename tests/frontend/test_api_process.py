@@ -178,7 +178,7 @@ async def test_sighup_reads_the_keys_again(setup: Setup, tmp_path: Path) -> None
     worker = await setup.worker()
     keys = tmp_path / "keys"
     keys.write_text("one\n")
-    arguments = ["--port", "0", "--worker", worker.url, "--api-keys-file", str(keys)]
+    arguments = ["--port", "0", "--worker", worker.url, "--keys-file", str(keys)]
     async with api(*arguments) as server, aiohttp.ClientSession() as session:
         await server.ready()
 
@@ -264,7 +264,13 @@ async def test_an_occupied_port_is_one_clear_line() -> None:
         ([], "[timeouts]\ndrain = 3", "nearest valid key: timeouts.drain_seconds"),
         ([], "port = 70000", "api.toml: port: input should be less than or equal to 65535 (value: 70000)"),
         ([], "port =", "not valid TOML"),
-        (["--worker", "http://h:1", "--api-keys-file", "/nonexistent/keys"], "", "api_keys_file /nonexistent/keys"),
+        (["--worker", "http://h:1", "--keys-file", "/nonexistent/keys"], "", "keys_file /nonexistent/keys"),
+        ([], "[groups.fast]\npriority = 'normal'", "error: no worker to pass requests to"),
+        (["--worker", "http://h:1"], "[groups.default]", "api.toml: groups.default: `workers` makes a group"),
+        (["--worker", "http://h:1"], "[groups.a]\nworkers = ['http://h:1']", "worker http://h:1 is in workers already"),
+        ([], "[groups.a]\npriority = 'high'", "groups.a.priority: input should be 'interactive', 'normal' or 'batch'"),
+        ([], "[groups.a]\nworker = []", "nearest valid key: groups.a.workers"),
+        ([], "[aliases]\na = 'b'\nb = 'c'", "aliases: `a` stands for `b`, which is an alias itself"),
         (["--worker", "http://h:1", "--host", "192.0.2.1"], "", "requested address"),
         (["--worker", "http://h:1", "--host", "no.such.host.invalid"], "", "cannot listen on no.such.host.invalid"),
     ],
