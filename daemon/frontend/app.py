@@ -14,6 +14,7 @@ from urllib.parse import unquote
 from aiohttp import web
 
 from syshaxd.frontend import metrics as metrics_module
+from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
 from syshaxd.frontend.keys import KeyRing
@@ -35,11 +36,13 @@ def _json(value: Any, status: int = 200) -> web.Response:
 class App:
     """Keys, routes and errors; one object per process."""
 
-    def __init__(self, config: ApiConfig, keys: KeyRing | None) -> None:
+    def __init__(self, config: ApiConfig, keys: KeyRing | None, board: Board | None = None) -> None:
+        """`board`: the one that this front-end's processes share; None: this process is alone."""
+        board = board or Board()
         self.keys = keys
         self.metrics = Metrics()
-        self.workers = Workers(config, self.metrics)
-        self.proxy = Proxy(config, self.workers, self.metrics)
+        self.workers = Workers(config, self.metrics, board)
+        self.proxy = Proxy(config, self.workers, self.metrics, board)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request; every error is an OpenAI error object."""
@@ -97,7 +100,7 @@ class App:
                     "ready": worker.ready,
                     "reason": worker.reason,
                     "models": list(worker.models),
-                    "outstanding": worker.outstanding,
+                    "outstanding": worker.outstanding.total(),
                 }
                 for worker in self.workers.all
             ]

@@ -19,6 +19,7 @@ from time import monotonic
 import aiohttp
 from aiohttp import web
 
+from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
 from syshaxd.frontend.metrics import Metrics, Series
@@ -83,10 +84,11 @@ class Exchange:
 class Proxy:
     """All exchanges. `active` are those in progress."""
 
-    def __init__(self, config: ApiConfig, workers: Workers, metrics: Metrics) -> None:
+    def __init__(self, config: ApiConfig, workers: Workers, metrics: Metrics, board: Board) -> None:
         self._limits, self._timeouts, self._log_requests = config.limits, config.timeouts, config.logging.requests
         self._workers = workers
         self._metrics = metrics
+        self._in_progress = board.cell("requests in progress")
         self.active: set[Exchange] = set()
         self.draining = False
         """Answers from now on tell their connection's end."""
@@ -94,7 +96,7 @@ class Proxy:
 
     async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
         """The worker's answer, already sent. Raises `ApiError` when nothing has been sent."""
-        if len(self.active) >= self._limits.requests:
+        if self._in_progress.total() >= self._limits.requests:
             raise ApiError(
                 Kind.OVERLOADED,
                 f"{self._limits.requests} requests are in progress, the limit (limits.requests); try again later.",
@@ -104,6 +106,7 @@ class Proxy:
         request_id = request.headers.get(REQUEST_ID) or secrets.token_hex(16)
         exchange = Exchange(request, request_id, path, target, monotonic())
         self.active.add(exchange)
+        self._in_progress.add(1)
         status = 499
         try:
             response = await self._on_the_clock(exchange)
@@ -115,6 +118,7 @@ class Proxy:
             raise
         finally:
             self.active.discard(exchange)
+            self._in_progress.add(-1)
             self._account(exchange, status)
             if not self.active and self.on_idle is not None:
                 self.on_idle()
@@ -164,7 +168,7 @@ class Proxy:
     async def _attempt(self, exchange: Exchange, worker: Worker) -> web.StreamResponse:
         exchange.worker = worker
         series = self._series(exchange)
-        worker.outstanding += 1
+        worker.outstanding.add(1)
         series.in_flight.inc()
         upstream: aiohttp.ClientResponse | None = None
         try:
@@ -172,7 +176,7 @@ class Proxy:
             first = await self._first_chunk(upstream)
             return await self._pass_on(exchange, upstream, first, series)
         finally:
-            worker.outstanding -= 1
+            worker.outstanding.add(-1)
             series.in_flight.dec()
             if upstream is not None:
                 upstream.close()

@@ -19,6 +19,7 @@ import aiohttp
 from pydantic import BaseModel, ValidationError
 from yarl import URL
 
+from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import ApiError, Kind, quoted
 from syshaxd.frontend.metrics import Metrics
@@ -36,13 +37,14 @@ class _Listed(BaseModel):
 class Worker:
     """One worker: its connections, its state and how many of our requests it is answering."""
 
-    def __init__(self, url: str, config: ApiConfig, metrics: Metrics) -> None:
+    def __init__(self, url: str, config: ApiConfig, metrics: Metrics, board: Board) -> None:
         self.url = url
         self.ready = False
         self.reason = "not checked yet"
         self.models: dict[str, dict[str, Any]] = {}
         """Model id -> its object as the worker lists it; kept while the worker is away."""
-        self.outstanding = 0
+        self.outstanding = board.cell(f"outstanding {url}")
+        """Requests that it is answering, those of all our processes."""
         self.turn = 0
         """When it was last picked: equals take turns."""
         self._config = config
@@ -155,8 +157,10 @@ def describe(error: BaseException) -> str:
 class Workers:
     """All configured workers."""
 
-    def __init__(self, config: ApiConfig, metrics: Metrics) -> None:
-        self.all = [Worker(url, config, metrics) for group in config.worker_groups().values() for url in group.workers]
+    def __init__(self, config: ApiConfig, metrics: Metrics, board: Board) -> None:
+        self.all = [
+            Worker(url, config, metrics, board) for group in config.worker_groups().values() for url in group.workers
+        ]
         self._turns = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -205,7 +209,7 @@ class Workers:
         found = [w for w in self.all if w.ready and w is not without and (model is None or model in w.models)]
         if not found:
             raise self._not_served(model)
-        best = min(found, key=lambda worker: (worker.outstanding, worker.turn))
+        best = min(found, key=lambda worker: (worker.outstanding.total(), worker.turn))
         best.turn = next(self._turns)
         return best
 
