@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test chaos sanitize fuzz check format bench bench-ring bench-vllm man rpm clean
+.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test chaos storm sanitize fuzz check format bench bench-ring bench-vllm man rpm clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -57,6 +57,10 @@ system-test: setup-test  ## the installed services under a systemd booted in a c
 CHAOS ?= full
 chaos: setup-test  ## faults against a running daemon: 1,000 rounds and 100,000 requests (CHAOS=short: 50 and 5,000)
 	@$(PY) tests/chaos/run.py $(if $(filter short,$(CHAOS)),--short) $(CHAOS_OPTIONS)
+
+STORM_OPTIONS ?= --seconds 180
+storm: setup-test  ## the front-end under load while its workers are killed, stopped and restarted: three minutes
+	@PYTHONPATH=tests/frontend $(PY) tests/frontend/storm.py $(STORM_OPTIONS)
 
 install: setup  ## as a system service, below DESTDIR (packaging/install.sh says what goes where)
 	@packaging/install.sh

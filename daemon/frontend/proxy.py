@@ -257,8 +257,11 @@ class Proxy:
         series.first_byte.observe(monotonic() - exchange.started)
 
     async def _break_off(self, exchange: Exchange, response: web.StreamResponse, error: ApiError) -> web.StreamResponse:
-        """Ends an answer that has begun so that nobody takes it for complete."""
-        response.force_close()
+        """Ends an answer that has begun so that nobody takes it for complete.
+
+        After an error event the connection stays: a client that has read the whole answer may be sending its next
+        request on it, which closing would lose.
+        """
         if is_event_stream(response) and response.content_length is None:
             at_end = not exchange.tail or exchange.tail.endswith((b"\n\n", b"\r\r", b"\r\n\r\n"))
             event = (b"" if at_end else b"\n\n") + error.event()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
@@ -144,9 +145,12 @@ def describe(error: BaseException) -> str:
         return "it closed the connection"
     if isinstance(error, aiohttp.ServerTimeoutError):
         return "no connection in time"
-    if isinstance(error, OSError) and error.strerror and error.errno:
-        inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-        return (inner.strerror or str(inner)).lower()
+    if isinstance(error, aiohttp.ClientSSLError):
+        return "TLS with it fails"
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno).lower()  # its own text may hold the address
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return "no connection to it"
     if isinstance(error, aiohttp.ClientPayloadError):
         return "its answer broke off"
     if isinstance(error, aiohttp.ClientError):

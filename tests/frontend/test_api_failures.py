@@ -137,15 +137,39 @@ async def test_an_answer_that_is_no_stream_breaks_off_visibly(setup: Setup) -> N
         await response.read()
 
 
-async def test_the_connection_closes_after_an_error_event(setup: Setup) -> None:
+async def test_the_connection_stays_after_an_error_event(setup: Setup) -> None:
+    """Closing it would lose the request that a client sends as soon as it has read the event."""
     worker = await setup.worker()
     front = await setup.front(worker)
     worker.answer = cut_after(EVENT)
     reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 13\r\n\r\n" + b'{"model":"m"}')
-    async with asyncio.timeout(2):
-        assert (await reader.read()).endswith(b"0\r\n\r\n")
+    async with asyncio.timeout(5):
+        for _ in range(3):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 13\r\n\r\n" + b'{"model":"m"}')
+            answer = await reader.readuntil(b"0\r\n\r\n")
+            assert b" 200 OK" in answer and b'"worker_failed"' in answer
     writer.close()
+
+
+@pytest.mark.parametrize("at", ["tcp", "unix"])
+async def test_no_text_names_a_workers_address(setup: Setup, tmp_path: Path, at: str) -> None:
+    """Refused, reset, gone while it answered: neither the error nor /ready's reason holds address, port or path."""
+    worker = await setup.worker(at="unix" if at == "unix" else "http://127.0.0.1:0")
+    front = await setup.front(worker, health={"interval_seconds": 30, "retry_seconds": 30})
+    address = worker.url.removeprefix("unix:").removeprefix("http://")
+    secret = [address, *address.split(":"), "w.sock"]
+    texts = []
+    worker.answer = cut_after()
+    texts.append(await error_of(await front.chat(), 502, "worker_failed"))
+    worker.answer = cut_after(EVENT)
+    async with await front.chat(stream=True) as response:
+        texts.append(json.loads((await response.read()).rsplit(b"data: ", 1)[1])["error"])
+    await worker.stop()
+    gone = [await front.chat(), await front.chat()]  # the first may find it gone, the second knows
+    assert gone[0].status in (502, 503) and gone[1].status == 503
+    texts += [(await response.json())["error"] for response in gone]
+    for error in texts:
+        assert not any(word in str(error) for word in secret), error
 
 
 async def test_timeouts(setup: Setup) -> None:
