@@ -64,13 +64,15 @@ class Client:
         top_k: int | None = None,
         priority: Priority | str = Priority.NORMAL,
         fingerprint: str | None = None,
+        address: str = "",
         wait: float = 0.0,
     ) -> Model:
         """Attaches to a model that the daemon holds.
 
         max_tokens: tokens of one request (larger batches are cut); dtype: the widest that will be used; num_slots:
         requests that may be out at once; top_k: the largest that will be used (default: the model's); fingerprint: of
-        the caller's own checkpoint, compared by the daemon; wait: seconds to wait for the daemon to come up and for
+        the caller's own checkpoint, compared by the daemon; address: where the caller answers HTTP, for others to see;
+        wait: seconds to wait for the daemon to come up and for
         the model to be ready.
 
         Raises DaemonAbsentError, NotAllowedError, UnknownModelError, ModelNotReadyError, FingerprintError, LimitError,
@@ -87,6 +89,7 @@ class Client:
                 priority=Priority(priority),
                 fingerprint=fingerprint,
                 cpus=sorted(os.sched_getaffinity(0)),
+                address=address,
             )
         except ValidationError as error:
             first = error.errors(include_url=False)[0]

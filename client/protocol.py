@@ -17,11 +17,17 @@ RING_VERSION = 1
 """Of the shared memory's layout (SYSHAX_RING_VERSION_MAJOR): both sides must agree."""
 DEFAULT_RUNTIME_DIR = "/run/syshax"
 CONTROL_SOCKET = "control.sock"
+VIEW_SOCKET = "view.sock"
+DEFAULT_VIEW_DIR = "/run/syshax-view"
+"""Where the view socket of a daemon in DEFAULT_RUNTIME_DIR lies; another's lies beside its other sockets."""
 ATTACH_SOCKET = "attach.sock"
 ATTACH_MESSAGE_BYTES = 16384
 """Largest datagram on the attach socket, either way."""
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+
+Address = Annotated[str, Field(max_length=200, pattern=r"^([!-~]+)?$")]
+"""http://HOST:PORT or unix:PATH of a worker's own server. For comparison alone: the daemon never connects to it."""
 
 AcceleratorMode = Literal["auto", "cpu", "cuda", "npu", "maca"]
 """What vLLM runs on: its own choice, CPUs, NVIDIA, Ascend, MetaX."""
@@ -131,6 +137,8 @@ class AttachRequest(Request):
     """Of the client's own checkpoint; the daemon refuses when it holds another."""
     cpus: list[int] = Field(default_factory=list)
     """CPUs the client's threads may use, so that spinning can give way where they are shared."""
+    address: Address = ""
+    """Where this worker answers HTTP, so that whoever sends it requests can tell its sessions; empty: not known."""
 
 
 class RingLayout(Answer):
@@ -207,10 +215,27 @@ class ModelsAnswer(Answer):
     models: list[ModelInfo]
 
 
+class ExpertsAnswer(Answer):
+    """How often each expert of a model was asked for since the model was loaded, and by that how evenly."""
+
+    boot_id: str
+    name: str
+    layers: int
+    experts: int
+    layer_ids: list[int] = []
+    """The layers' numbers in the model."""
+    tokens: list[list[int]]
+    """[layers][experts]: tokens that were routed to it."""
+    expert_bytes: int = 0
+    """Bytes of one expert's weights, the average."""
+
+
 class SessionInfo(Answer):
     session_id: int
     model: str
     client: str
+    address: str = ""
+    """Of its worker's HTTP server, as that said it."""
     pid: int
     uid: int
     priority: Priority
@@ -464,26 +489,3 @@ class RestartAnswer(Answer):
 
     boot_id: str
     pid: int
-
-
-ROUTES: dict[str, str] = {
-    "GET /v1/status": "StatusAnswer",
-    "GET /v1/models": "ModelsAnswer",
-    "GET /v1/models/{name}": "ModelInfo",
-    "POST /v1/models": "LoadRequest -> ModelInfo (202)",
-    "DELETE /v1/models/{name}": "UnloadAnswer; ?force=1 ends its sessions, also cancels a load",
-    "POST /v1/restart": "RestartRequest -> RestartAnswer (202)",
-    "GET /v1/sessions": "SessionsAnswer",
-    "PATCH /v1/sessions/{session_id}": "SessionChange -> SessionInfo",
-    "DELETE /v1/sessions/{session_id}": "ends one session",
-    "GET /v1/topology": "TopologyAnswer",
-    "GET /v1/kernels": "KernelsAnswer",
-    "GET /v1/config": "ConfigAnswer",
-    "PATCH /v1/config": "ConfigSetRequest -> ConfigChangeAnswer",
-    "POST /v1/config/reload": "ConfigChangeAnswer",
-    "GET /v1/cache": "CacheAnswer",
-    "POST /v1/cache/prune": "CachePruneRequest -> CachePruneAnswer",
-    "GET /v1/doctor": "DoctorAnswer",
-    "GET /metrics": "Prometheus text",
-}
-"""Every route; docs/CONTROL.md and a test list them. Every answer has the header X-Syshax-Boot-Id."""

@@ -287,6 +287,12 @@ class AccessConfig(Section):
         "the daemon's own user and root may.",
         live=False,
     )
+    view_group: Group = _key(
+        "syshax-view",
+        "Group that may use the view socket: look at status, models and sessions, and no more. If the group does not "
+        "exist, only the daemon's own user and root may.",
+        live=False,
+    )
     admin_group: Group = _key(
         "syshax-admin",
         "Members may load any path, unload models, end sessions and change the configuration.",

@@ -29,7 +29,16 @@ from syshax.errors import (
     SyshaxError,
     UnknownModelError,
 )
-from syshax.protocol import Dtype, Geometry, LoadRequest, ModelInfo, ModelOrigin, ModelState, WeightFormat
+from syshax.protocol import (
+    Dtype,
+    ExpertsAnswer,
+    Geometry,
+    LoadRequest,
+    ModelInfo,
+    ModelOrigin,
+    ModelState,
+    WeightFormat,
+)
 from syshaxd import loader
 from syshaxd.cache.packed_cache import PackedCache
 from syshaxd.config import Config
@@ -123,6 +132,22 @@ class Registry:
         if name in self._config().models:
             return self._configured_info(name)
         raise self._unknown(name)
+
+    def experts(self, name: str, boot_id: str) -> ExpertsAnswer:
+        """Who was asked for how often. Raises UnknownModelError, ModelNotReadyError."""
+        entry = self.ready(name)
+        assert entry.model is not None and entry.facts is not None
+        geometry = entry.facts.geometry
+        counts = entry.model.expert_tokens()
+        return ExpertsAnswer(
+            boot_id=boot_id,
+            name=name,
+            layers=geometry.num_layers,
+            experts=geometry.num_experts,
+            layer_ids=geometry.layer_ids,
+            tokens=counts.tolist(),
+            expert_bytes=entry.model.pool_bytes() // (geometry.num_layers * geometry.num_experts),
+        )
 
     def info(self, entry: Entry) -> ModelInfo:
         model, facts = entry.model, entry.facts

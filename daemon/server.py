@@ -3,7 +3,7 @@
 Owns the order in which parts are made and ended, the signals, and the words to systemd. The parts know nothing of it.
 What can be wrong is found before anything is reserved or bound: configuration, ISA, plan, sockets, in this order.
 
-READY is sent when both sockets are served; models that the last life of the daemon left in the service manager's store
+READY is sent when the sockets are served; models that the last life of the daemon left in the service manager's store
 are ready before that. Models with autoload load after it, with their progress in STATUS=: a worker that attaches
 meanwhile is told that its model is loading, and tries again.
 """
@@ -93,7 +93,7 @@ class Server:
         set_up_logging(config.logging)
         plan, libraries = check_start(core, config)
         self._listeners: Listeners = open_listeners(
-            options.runtime_dir, config.access.group, options.user, handed.sockets
+            options.runtime_dir, config.access.group, options.user, handed.sockets, config.access.view_group
         )
         with core_errors(core):
             runtime = core.Runtime(
@@ -118,7 +118,7 @@ class Server:
         sessions = Sessions(core, runtime, plan, registry, current, boot_id)
         self.parts = Parts(
             core, runtime, plan, registry, sessions, self._config, boot_id, config.compute.isa, topology,
-            self._listeners.group_found, cache, libraries,
+            self._listeners.group_found, cache, libraries, self._listeners.view_trouble,
         )  # fmt: skip
         self._reporter = Reporter(self.parts)
         self._notifier = Notifier()
@@ -126,7 +126,7 @@ class Server:
         self._restart, self._drains = False, True
         self._rescheduling: asyncio.Future[None] | None = None
         self.serving = asyncio.Event()
-        """Set when both sockets are served."""
+        """Set when the sockets are served."""
 
     def stop(self) -> None:
         """Asks for an orderly stop, as SIGTERM does."""
@@ -171,22 +171,23 @@ class Server:
         finally:
             await asyncio.wait([prefault])
             caretaker.cancel()
-            await control.cleanup()
+            for runner in control:
+                await runner.cleanup()
             await asyncio.to_thread(parts.runtime.stop)
             self._listeners.close()
             log.info("stopped")
 
-    async def _serve_control(self) -> web.AppRunner:
+    async def _serve_control(self) -> list[web.AppRunner]:
         serving = await asyncio.to_thread(importlib.import_module, "syshaxd.control.serving")
-        runner: web.AppRunner = await serving.serve_control(
+        runners: list[web.AppRunner] = await serving.serve_control(
             self.parts,
             self._reporter,
-            self._listeners.control,
+            self._listeners,
             self._options.user,
             self._change_config,
             self.restart,
         )
-        return runner
+        return runners
 
     @staticmethod
     async def _first_end(wait: Awaitable[object], *tasks: asyncio.Task[None]) -> None:

@@ -373,6 +373,7 @@ class Sessions:
             session_id=session.session_id,
             model=session.entry.name,
             client=request.client,
+            address=request.address,
             pid=session.peer.pid,
             uid=session.peer.uid,
             priority=session.priority,

@@ -1,7 +1,10 @@
-"""The daemon's two listening sockets: made in the runtime directory, or taken over from systemd.
+"""The daemon's listening sockets: two made in the runtime directory, or taken over from systemd, and the view.
 
 Owns the directory, the lock that keeps a second daemon out, stale sockets of a killed one, modes and groups. A socket
 on which something listens is never taken away from it.
+
+The view socket is always made here: whoever polls it is to see at once that no daemon is there, and must not have the
+service manager start one. The daemon serves without it where it cannot be made.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syshax.errors import ConfigError, SyshaxError
-from syshax.protocol import ATTACH_SOCKET, CONTROL_SOCKET
+from syshax.protocol import ATTACH_SOCKET, CONTROL_SOCKET, DEFAULT_RUNTIME_DIR, DEFAULT_VIEW_DIR, VIEW_SOCKET
 
 LOCK_FILE = "syshaxd.lock"
 _KINDS = {CONTROL_SOCKET: socket.SOCK_STREAM, ATTACH_SOCKET: socket.SOCK_SEQPACKET}
@@ -32,7 +35,7 @@ class AlreadyRunningError(SyshaxError):
 
 @dataclass
 class Listeners:
-    """Both sockets, non-blocking. `lock` is held as long as the daemon lives."""
+    """The sockets, non-blocking. `lock` is held as long as the daemon lives."""
 
     control: socket.socket
     attach: socket.socket
@@ -40,6 +43,10 @@ class Listeners:
     own_paths: tuple[Path, ...]
     """Sockets that are ours to remove at the end (not systemd's)."""
     group_found: bool
+    view_path: Path
+    view: socket.socket | None = None
+    view_trouble: str = ""
+    """Why there is no view socket."""
 
     def close_attach(self) -> None:
         """No new clients: connecting fails at once, so that they wait for the next daemon (systemd's socket queues)."""
@@ -51,13 +58,20 @@ class Listeners:
     def close(self) -> None:
         self.close_attach()
         self.control.close()
+        if self.view is not None:
+            self.view_path.unlink(missing_ok=True)
+            self.view.close()
         for path in self.own_paths:
             path.unlink(missing_ok=True)
         os.close(self.lock)
 
 
 def open_listeners(
-    runtime_dir: Path, group: str, private: bool, handed: Sequence[tuple[str, socket.socket]] = ()
+    runtime_dir: Path,
+    group: str,
+    private: bool,
+    handed: Sequence[tuple[str, socket.socket]] = (),
+    view_group: str = "",
 ) -> Listeners:
     """private: no group, 0700, 0600. handed: the service manager's sockets, used instead of own ones.
 
@@ -79,7 +93,39 @@ def open_listeners(
         raise
     for listener in made.values():
         listener.setblocking(False)
-    return Listeners(made[CONTROL_SOCKET], made[ATTACH_SOCKET], lock, tuple(own), private or group_id is not None)
+    view_path = view_directory(runtime_dir, private) / VIEW_SOCKET
+    view, trouble = _open_view(view_path, view_group, private)
+    found = private or group_id is not None
+    return Listeners(made[CONTROL_SOCKET], made[ATTACH_SOCKET], lock, tuple(own), found, view_path, view, trouble)
+
+
+def view_directory(runtime_dir: Path, private: bool) -> Path:
+    """A directory of its own for the system's daemon, so that a front-end need not even see the other sockets."""
+    return Path(DEFAULT_VIEW_DIR) if not private and runtime_dir == Path(DEFAULT_RUNTIME_DIR) else runtime_dir
+
+
+def _open_view(path: Path, group: str, private: bool) -> tuple[socket.socket | None, str]:
+    """The socket, or why there is none. A directory that hands its group down (2750) spares the daemon membership."""
+    try:
+        path.parent.mkdir(mode=0o750, exist_ok=True)
+        view = _bind(path, socket.SOCK_STREAM, None)
+    except SyshaxError as error:
+        return None, error.message
+    except OSError as error:
+        return None, f"{path.parent}: {error.strerror}"
+    view.setblocking(False)
+    group_id = None if private else _group_id(group)
+    if group_id is None:
+        return view, ""
+    try:
+        if path.stat().st_gid != group_id:
+            os.chown(path, -1, group_id)
+        path.chmod(0o660)
+    except OSError as error:
+        view.close()
+        path.unlink(missing_ok=True)
+        return None, f"{path} cannot be given to the group {group}: {error.strerror}"
+    return view, ""
 
 
 def _lock(runtime_dir: Path, private: bool) -> int:

@@ -63,6 +63,8 @@ class Parts:
     group_found: bool
     cache: PackedCache
     libraries: list[OperatorLibrary] = field(default_factory=list)
+    view_trouble: str = ""
+    """Why there is no view socket."""
     started_at: float = field(default_factory=time.monotonic)
     state: State = "starting"
 
@@ -140,6 +142,8 @@ class Reporter:
         stale = [str(session.session_id) for session in parts.sessions if session.stale]
         if stale:
             found.append(f"sessions of stopped processes: {', '.join(stale)}")
+        if parts.view_trouble:
+            found.append(f"there is no view socket, so that syshax-api cannot see this daemon: {parts.view_trouble}")
         if restart := parts.config.needs_restart():
             found.append(f"configured, but in force only after a restart: {', '.join(restart)}")
         return found

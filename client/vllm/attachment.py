@@ -70,6 +70,7 @@ class Attachment:
             num_slots=self._num_slots,
             priority=self.settings.priority,
             fingerprint=compare_fingerprint(info, self.path),
+            address=self.settings.address,
         )
         if self.device.type != "cpu":
             self._staging = Staging(self._model, self.device, self._num_slots)

@@ -101,6 +101,15 @@ def worker_command(model: str, words: Sequence[str], facts: Facts, environment: 
     return command
 
 
+def worker_address(words: Sequence[str]) -> str:
+    """Where vLLM will answer with these options: unix:PATH or http://HOST:PORT (0.0.0.0: on every address)."""
+    options = Options(words, _config_file(Options(words).get("--config")))
+    if path := options.get("--uds"):
+        return f"unix:{Path(path).absolute()}"
+    host = options.get("--host") or "0.0.0.0"  # vLLM's own default
+    return f"http://{f'[{host}]' if ':' in host else host}:{options.number('--port', default=8000)}"
+
+
 def _program(model: str, facts: Facts) -> list[str]:
     if facts.has_serve:
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]

@@ -22,7 +22,7 @@ from syshax.checkpoint import Checkpoint
 from syshax.control import Control
 from syshax.errors import ConfigError, SyshaxError
 from syshax.protocol import AcceleratorMode, StatusAnswer
-from syshax.vllm.command import Command, Facts, Options, worker_command
+from syshax.vllm.command import Command, Facts, Options, worker_address, worker_command
 from syshax.vllm.cpus import CpuPlan, online_cores, plan_cpus
 from syshax.vllm.prepare import GONE, ask_for_model, check_format, checkpoint_directory, wait_for_daemon
 from syshax.vllm.settings import WorkerSettings, environment_of, settings_from
@@ -178,6 +178,8 @@ def build(words: Sequence[str]) -> tuple[Command, CpuPlan | None, bool]:
     arguments, model, vllm_words = split_words(words)
     has_serve, cpu_platform = check_vllm()
     settings = own_settings(arguments, vllm_words)
+    if not settings.address:
+        settings = settings.model_copy(update={"address": worker_address(vllm_words)})
     options = Options(vllm_words)
     path = checkpoint_directory(model, options.get("--revision"), options.get("--download-dir"))
     config = Checkpoint(path).config

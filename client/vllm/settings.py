@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from syshax.errors import ConfigError
-from syshax.protocol import Name, Priority, WeightFormat
+from syshax.protocol import Address, Name, Priority, WeightFormat
 
 PREFIX = "SYSHAX_WORKER_"
 RUNTIME_DIR = "SYSHAX_RUNTIME_DIR"
@@ -31,6 +31,8 @@ class WorkerSettings(BaseModel):
     format: WeightFormat | None = None
     """Asked for when the daemon does not hold the model yet; None: the daemon's default."""
     priority: Priority = Priority.NORMAL
+    address: Address = ""
+    """Where this worker's vLLM answers, told to the daemon; syshax-worker knows it. Empty: not told."""
     request_timeout_s: float = Field(default=300.0, gt=0)
     """For one layer of one batch. A daemon that died is noticed at once; this is for one that hangs."""
     reconnect_s: float = Field(default=180.0, ge=0)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel, ValidationError
 
 from syshax.errors import InternalError, InvalidArgumentError, NotFoundError, SyshaxError, TooLargeError
-from syshax.protocol import ROUTES, ErrorAnswer, ErrorBody
+from syshax.protocol import ErrorAnswer, ErrorBody
 from syshaxd.control.connections import Connection
 from syshaxd.core import Core, translated
 from syshaxd.quantities import human_size
@@ -86,7 +86,11 @@ def _fault(message: type[BaseModel], detail: dict[str, object]) -> str:
     return f"{where or 'the body'}: {detail['msg']}{seen}"
 
 
-def make_app(core: Core, boot_id: str, add_routes: Callable[[web.UrlDispatcher], None]) -> web.Application:
+def make_app(
+    core: Core, boot_id: str, names: Sequence[str], add_routes: Callable[[web.UrlDispatcher], None]
+) -> web.Application:
+    """names: the routes that an error for another one lists."""
+
     @web.middleware
     async def same_form(request: web.Request, handler: Handler) -> web.StreamResponse:
         connection = None if request.transport is None else request.transport.get_protocol()
@@ -97,7 +101,7 @@ def make_app(core: Core, boot_id: str, add_routes: Callable[[web.UrlDispatcher],
             await asyncio.sleep(0)  # a hundred requests sent in one go let others come between
             answer = await handler(request)
         except web.HTTPException as error:
-            answer = error_answer(_http_error(request, error))
+            answer = error_answer(_http_error(request, error, names))
         except Exception as error:
             cause = translated(core, error)
             if not isinstance(cause, SyshaxError):
@@ -117,8 +121,8 @@ def make_app(core: Core, boot_id: str, add_routes: Callable[[web.UrlDispatcher],
     return app
 
 
-def _http_error(request: web.Request, error: web.HTTPException) -> SyshaxError:
+def _http_error(request: web.Request, error: web.HTTPException, names: Sequence[str]) -> SyshaxError:
     if isinstance(error, web.HTTPNotFound | web.HTTPMethodNotAllowed):
-        paths = ", ".join(route for route in ROUTES if route.split()[1].split("/{")[0] in request.path)
-        return NotFoundError(f"there is no {request.method} {request.path}", f"routes: {paths or ', '.join(ROUTES)}")
+        paths = ", ".join(route for route in names if route.split()[1].split("/{")[0] in request.path)
+        return NotFoundError(f"there is no {request.method} {request.path}", f"routes: {paths or ', '.join(names)}")
     return InvalidArgumentError(f"{request.method} {request.path}: {error.reason}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from aiohttp import web
 
@@ -48,11 +48,13 @@ class Routes:
         self._parts, self._reporter, self._rights = parts, reporter, rights
         self._change_config, self._restart = change_config, restart
 
-    def add_to(self, router: web.UrlDispatcher) -> None:
+    def add_to(self, router: web.UrlDispatcher, names: Sequence[str]) -> None:
+        """Those of them that are named."""
         table: dict[str, Handler] = {
             "GET /v1/status": self.status,
             "GET /v1/models": self.models,
             "GET /v1/models/{name}": self.model,
+            "GET /v1/models/{name}/experts": self.experts,
             "POST /v1/models": self.load,
             "DELETE /v1/models/{name}": self.unload,
             "POST /v1/restart": self.restart,
@@ -69,9 +71,9 @@ class Routes:
             "GET /v1/doctor": self.doctor,
             "GET /metrics": self.metrics,
         }
-        for route, handler in table.items():
+        for route in names:
             method, path = route.split()
-            router.add_route(method, path, handler)
+            router.add_route(method, path, table[route])
 
     def _administrator(self, request: web.Request, what: str) -> Peer:
         peer = _peer(request)
@@ -89,6 +91,10 @@ class Routes:
 
     async def model(self, request: web.Request) -> web.Response:
         return json_answer(self._parts.registry.info_of(request.match_info["name"]))
+
+    async def experts(self, request: web.Request) -> web.Response:
+        registry, name = self._parts.registry, request.match_info["name"]
+        return json_answer(await asyncio.to_thread(registry.experts, name, self._parts.boot))
 
     async def load(self, request: web.Request) -> web.Response:
         wanted = await read_body(request, LoadRequest, self._body_limit())

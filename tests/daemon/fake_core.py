@@ -112,6 +112,11 @@ class FakeModel:
     def forward_calls(self) -> int:
         return 0
 
+    def expert_tokens(self) -> np.ndarray:
+        """So that each can be told from the others: 100 times its layer and its own number."""
+        layers, experts = self._geometry["num_layers"], self._geometry["num_experts"]
+        return (np.arange(layers)[:, None] * 100 + np.arange(experts)[None, :]).astype(np.uint64)
+
     def forward(self, layer: int, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, dtype: str) -> np.ndarray:
         out = np.zeros_like(x, dtype=np.float32)
         gate, up, down = self.layers[layer]

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import syshax.protocol as protocol
 from syshax.errors import ERRORS, NotAllowedError, UnknownModelError
-from syshax.protocol import ROUTES, Closing, ErrorAnswer, LoadRequest, ModelInfo, StatusAnswer
+from syshax.protocol import Closing, ErrorAnswer, LoadRequest, ModelInfo, StatusAnswer
+from syshax.routes import ROUTES
 from syshaxd.config import Config
 from syshaxd.control.rights import Rights
 from syshaxd.peers import Peer, peer_of

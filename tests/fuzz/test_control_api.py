@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from real_daemon import EXAMPLES, Counter, RealDaemon, under_attack
 
 from syshax.errors import LimitError
-from syshax.protocol import ROUTES, StatusAnswer
+from syshax.protocol import StatusAnswer
+from syshax.routes import ROUTES
 
 CALL_SECONDS = 3.0
 """The most that an honest call takes while others flood the socket."""

@@ -10,7 +10,7 @@ import pytest
 
 from syshax.errors import ConfigError
 from syshax.protocol import AcceleratorMode
-from syshax.vllm.command import MIB, Facts, Options, kv_cache_bytes, worker_command
+from syshax.vllm.command import MIB, Facts, Options, kv_cache_bytes, worker_address, worker_command
 from syshax.vllm.cpus import CpuPlan
 from syshax.vllm.launcher import check_platform, split_words
 
@@ -159,3 +159,21 @@ def test_a_platform_other_than_the_administrators_is_refused(mode: AcceleratorMo
 @pytest.mark.parametrize(("mode", "cpu"), [("auto", True), ("auto", False), ("cpu", True), ("cuda", False)])
 def test_the_administrators_platform_is_accepted(mode: AcceleratorMode, cpu: bool) -> None:
     check_platform(mode, cpu)
+
+
+@pytest.mark.parametrize(
+    ("words", "address"),
+    [
+        ([], "http://0.0.0.0:8000"),
+        (["--port", "8001", "--host=10.0.0.5"], "http://10.0.0.5:8001"),
+        (["--host", "::1", "--port", "9"], "http://[::1]:9"),
+        (["--uds", "/run/w.sock", "--port", "9"], "unix:/run/w.sock"),
+    ],
+)
+def test_the_daemon_is_told_where_vllm_will_answer(words: list[str], address: str) -> None:
+    assert worker_address(words) == address
+
+
+def test_vllms_own_file_says_where_too(tmp_path: Path) -> None:
+    (tmp_path / "vllm.yaml").write_text("port: 8123\n")
+    assert worker_address(["--config", str(tmp_path / "vllm.yaml")]) == "http://0.0.0.0:8123"
