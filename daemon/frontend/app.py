@@ -40,7 +40,7 @@ class App:
         """`board`: the one that this front-end's processes share; None: this process is alone."""
         board = board or Board()
         self.keys = keys
-        self.metrics = Metrics()
+        self.metrics = Metrics(board)
         self.workers = Workers(config, self.metrics, board)
         self.proxy = Proxy(config, self.workers, self.metrics, board)
 
