@@ -220,7 +220,9 @@ class Model:
                 back_by = back_by or min(now + reconnect_s, call.deadline)
                 if now >= back_by:
                     raise
-                self._reattach(session, back_by, error)
+                lost = type(error), error.message, error.hint
+            # Out of the handler: errors met from here on would keep this one, and its frames the lost session.
+            self._reattach(session, back_by, *lost)
 
     def _request(self, session: Session, call: _Call, first: int, tokens: int) -> None:
         self._check(call, tokens)
@@ -327,11 +329,11 @@ class Model:
                 f'open the model with dtype="{dtype}"',
             )
 
-    def _reattach(self, lost: Session, back_by: float, error: SyshaxError) -> None:
-        """Attaches by name and fingerprint, once for all threads that lost the same session."""
+    def _reattach(self, lost: Session, back_by: float, kind: type[SyshaxError], message: str, hint: str) -> None:
+        """Attaches by name and fingerprint, once for all threads that lost the same session, of which `kind` told."""
         seconds = max(0.0, back_by - time.monotonic())
         if not self._reattaching.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            raise type(error)(error.message, error.hint) from None  # raised again, it would hold itself and the ring
+            raise kind(message, hint)
         try:
             if self._session is not lost:
                 return

@@ -203,10 +203,9 @@ class Ring:
         code = self._library.open(shm_fd, doorbell_fd, connection.fileno(), byref(self._handle))
         os.close(shm_fd)
         if code != 0:
-            error = _error(code, "opening the ring")
             os.close(doorbell_fd)
             connection.close()
-            raise error
+            raise _error(code, "opening the ring")
         self._descriptors = [doorbell_fd]
         self._finalizer = weakref.finalize(self, _dispose, self._handle, self._descriptors)
         self.layout = Layout()

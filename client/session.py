@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from syshax.errors import DaemonLostError, RequestTimeoutError, VersionError, error_from_code
+from syshax.errors import DaemonLostError, RequestTimeoutError, SyshaxError, VersionError, error_from_code
 from syshax.protocol import (
     ATTACH_MESSAGE_BYTES,
     ATTACH_SOCKET,
@@ -81,16 +81,21 @@ def _exchange(connection: socket.socket, path: Path, request: AttachRequest, tim
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
     received = descriptors.tolist()
-    fault: Exception | None = None
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        fault = VersionError(f"{path}: the answer is longer than this client expects, or descriptors ran out")
-    elif not data:
-        fault = DaemonLostError(f"{path}: syshaxd ended the connection without an answer", "see its log")
-    if fault is not None:
+    if fault := _fault(data, flags):
         for descriptor in received:
             os.close(descriptor)
-        raise fault
+        error, what, hint = fault
+        raise error(f"{path}: {what}", hint)
     return data, received
+
+
+def _fault(data: bytes, flags: int) -> tuple[type[SyshaxError], str, str] | None:
+    """The error's parts: one that its own traceback's frame holds would be a cycle, and keep whatever it knows."""
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        return VersionError, "the answer is longer than this client expects, or descriptors ran out", _SAME_VERSION
+    if not data:
+        return DaemonLostError, "syshaxd ended the connection without an answer", "see its log"
+    return None
 
 
 def _parse(data: bytes) -> AttachAnswer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import gc
 import os
 import socket
 import threading
@@ -188,6 +189,7 @@ def session_mappings(pid: int) -> int:
 
 def bystander(pipe: Connection, runtime_dir: str, kind: Kind) -> None:
     """Sends until "stop" comes; answers every other word with a Report. The last report comes by itself."""
+    gc.disable()  # a session's memory goes with the last call that uses it, whenever cycles are looked for
     sender = Sender(kind, kind.open(runtime_dir))
     stopped = threading.Event()
 
