@@ -84,8 +84,8 @@ def _exchange(connection: socket.socket, path: Path, request: AttachRequest, tim
     if fault := _fault(data, flags):
         for descriptor in received:
             os.close(descriptor)
-        error, what, hint = fault
-        raise error(f"{path}: {what}", hint)
+        kind_of, what, hint = fault
+        raise kind_of(f"{path}: {what}", hint)
     return data, received
 
 
