@@ -25,6 +25,7 @@ setup:
 
 setup-test:
 	@$(BOOTSTRAP) system test
+	@$(BOOTSTRAP) nginx
 	@$(BOOTSTRAP) venv test
 	@$(BOOTSTRAP) core
 

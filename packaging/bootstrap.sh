@@ -7,6 +7,7 @@
 #   bootstrap.sh venv [test|bench]  make .venv with everything pinned in packaging/requirements/
 #   bootstrap.sh core             build and install syshax itself into .venv
 #   bootstrap.sh model            make the demo model
+#   bootstrap.sh nginx            the system's package of nginx; on Debian unpacked in build/, so that no server starts
 #
 # Environment: PYTHON (interpreter), TORCH_CPU_INDEX (where a CPU build of torch is had), VENV, JOBS.
 set -euo pipefail
@@ -58,7 +59,7 @@ missing_packages() {
     if [ "$kind" = debian ]; then
         wanted="g++ make git libhwloc-dev libnuma1"
         [ "$purpose" != arm ] || wanted="$wanted g++-aarch64-linux-gnu qemu-user"
-        [ "$purpose" != test ] || wanted="$wanted rpm"
+        [ "$purpose" != test ] || wanted="$wanted rpm openssl"
         [ "$purpose" != systemd ] || wanted="$wanted systemd systemd-container dbus python3"
         [ "$purpose" != rpm ] || wanted="$wanted rpm dnf createrepo-c rpmlint man-db groff mandoc zsh fish cmake ninja-build python3-dev"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-venv python3-dev"
@@ -67,7 +68,7 @@ missing_packages() {
         done
     else
         wanted="gcc-c++ make git hwloc-devel numactl-libs"
-        [ "$purpose" != test ] || wanted="$wanted rpm-build"
+        [ "$purpose" != test ] || wanted="$wanted rpm-build openssl nginx"
         [ "$purpose" != systemd ] || wanted="$wanted systemd systemd-container dbus python3"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-pip python3-devel"
         for package in $wanted; do
@@ -169,9 +170,18 @@ stage_core() {
     checksum $sources >"$VENV/.core"
 }
 
+stage_nginx() {
+    local sudo="" fetch="apt-get download -qq nginx"
+    [ "$(system_kind)" = debian ] && [ ! -x build/nginx/usr/sbin/nginx ] && ! command -v /usr/sbin/nginx >/dev/null || return 0
+    rm -rf build/nginx && mkdir -p build/nginx
+    [ "$(id -u)" = 0 ] || sudo=sudo
+    (cd build/nginx && { $fetch 2>/dev/null || { $sudo apt-get update -qq && $fetch; }; } && dpkg-deb -x nginx_*.deb .) ||
+        die "the package nginx could not be had" "install nginx by hand and run this again"
+}
+
 stage_model() { "$VENV/bin/python" tests/demo/make_model.py "$MODEL"; }
 
 case "${1:-}" in
-    system|venv|core|model) stage=$1; shift; "stage_$stage" "$@" ;;
-    *) sed -n '2,13p' "$0"; exit 2 ;;
+    system|venv|core|model|nginx) stage=$1; shift; "stage_$stage" "$@" ;;
+    *) sed -n '2,14p' "$0"; exit 2 ;;
 esac
