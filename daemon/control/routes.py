@@ -1,6 +1,6 @@
 """The control API's routes: each reads a request, asks one part of the daemon, and gives its answer.
 
-Owns the mapping of syshax.protocol.ROUTES to the parts. No logic beyond rights and arguments lives here.
+Owns the mapping of syshax.routes.ROUTES to the parts. No logic beyond rights and arguments lives here.
 """
 
 from __future__ import annotations

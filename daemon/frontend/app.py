@@ -99,11 +99,13 @@ class App:
                     "worker": worker.url,
                     "ready": worker.ready,
                     "reason": worker.reason,
+                    "experts": worker.experts.state,
                     "models": list(worker.models),
                     "outstanding": worker.outstanding.total(),
                 }
                 for worker in self.workers.all
             ]
+            details["daemon"] = self.workers.view.state
         if not reason:
             return _json({"status": "ready", "models": list(self.workers.models()), **details})
         error = json.loads(ApiError(Kind.NOT_READY, reason).body())

@@ -1,7 +1,8 @@
 """The vLLM workers behind the front-end: which are ready, what they serve, which is least loaded.
 
-Readiness is checked actively (GET /health, then /v1/models) and passively (a request that cannot connect), and heals
-by itself. This file knows nothing of clients' requests beyond their count.
+Readiness is checked actively (GET /health, then /v1/models) and passively (a request that cannot connect), asks syshaxd
+for the worker's experts where that is known, and heals by itself. This file knows nothing of clients' requests beyond
+their count.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from yarl import URL
 
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.daemon_view import DaemonView, Experts
 from syshaxd.frontend.errors import ApiError, Kind, quoted
 from syshaxd.frontend.metrics import Metrics
 
@@ -46,11 +48,14 @@ class Worker:
         """Model id -> its object as the worker lists it; kept while the worker is away."""
         self.outstanding = board.cell(f"outstanding {url}")
         """Requests that it is answering, those of all our processes."""
+        self.experts = Experts(url)
         self.turn = 0
         """When it was last picked: equals take turns."""
         self._config = config
         self._gauge = metrics.worker_ready.labels(url)
         self._strikes = 0
+        self._answers, self._silence = False, self.reason
+        """Its own answers: whether it may get requests by them, else why not."""
         self._wake = asyncio.Event()
         self.looked_at = asyncio.Event()
         """Set when the first check has ended."""
@@ -91,13 +96,25 @@ class Worker:
 
     def mark_down(self, reason: str) -> None:
         """No new requests until a check succeeds."""
-        if self.ready:
-            log.warning("worker %s is not ready: %s", self.url, reason)
-        elif self.reason != reason:
-            log.info("worker %s: %s", self.url, reason)
-        self.ready, self.reason = False, reason
-        self._gauge.set(0)
+        self._answers, self._silence = False, reason
+        self._settle()
         self._wake.set()
+
+    async def look_at_experts(self, view: DaemonView) -> None:
+        """What syshaxd says of it counts too."""
+        await self.experts.look(view)
+        self._settle()
+
+    def _settle(self) -> None:
+        reason = self.experts.reason if self._answers else self._silence
+        if reason and self.ready:
+            log.warning("worker %s is not ready: %s", self.url, reason)
+        elif reason and self.reason != reason:
+            log.info("worker %s: %s", self.url, reason)
+        elif not reason and not self.ready:
+            log.info("worker %s is ready: %s", self.url, ", ".join(self.models))
+        self.ready, self.reason = not reason, reason
+        self._gauge.set(self.ready)
 
     async def _check(self) -> None:
         try:
@@ -105,16 +122,16 @@ class Worker:
                 models = await self._ask()
         except TimeoutError:
             self._strikes += 1
-            if self._strikes >= 2 or not self.ready:
+            if self._strikes >= 2 or not self._answers:
                 self.mark_down(f"no answer in {self._config.health.timeout_seconds:g} s")
         except (aiohttp.ClientError, OSError, ValueError) as error:
             self.mark_down(describe(error))
         else:
             self._strikes = 0
-            if not self.ready or models.keys() != self.models.keys():
-                log.info("worker %s is ready: %s", self.url, ", ".join(models))
-            self.models, self.ready, self.reason = models, True, ""
-            self._gauge.set(1)
+            if self.ready and models.keys() != self.models.keys():
+                log.info("worker %s has now: %s", self.url, ", ".join(models))
+            self.models, self._answers = models, True
+            self._settle()
             return
         self._wake.clear()
 
@@ -165,11 +182,17 @@ class Workers:
         self.all = [
             Worker(url, config, metrics, board) for group in config.worker_groups().values() for url in group.workers
         ]
+        self.view = DaemonView(config.daemon.view_socket)
         self._turns = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(worker.watch()) for worker in self.all]
+        self._tasks.append(asyncio.create_task(self.view.watch(self._look_at_experts)))
+
+    async def _look_at_experts(self) -> None:
+        for worker in self.all:
+            await worker.look_at_experts(self.view)
 
     async def first_look(self, seconds: float) -> None:
         """Until every worker has been checked once, at most that long."""
@@ -184,6 +207,7 @@ class Workers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for worker in self.all:
             await worker.session.close()
+        await self.view.close()
 
     def models(self) -> dict[str, dict[str, Any]]:
         """Model id -> object, of ready workers; the first that lists an id gives its object."""
