@@ -19,6 +19,7 @@ from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
 from syshaxd.frontend.keys import KeyRing
 from syshaxd.frontend.metrics import Metrics
+from syshaxd.frontend.openapi import describe
 from syshaxd.frontend.proxy import Proxy
 from syshaxd.frontend.request import is_plain, path_of
 from syshaxd.frontend.workers import Workers
@@ -112,9 +113,14 @@ class App:
         return _json({"status": "not ready", "reason": reason, **error, **details}, 503)
 
     async def metrics_text(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Prometheus metrics."""
         response = web.Response(body=self.metrics.render())
         response.headers["Content-Type"] = metrics_module.CONTENT_TYPE
         return response
+
+    async def openapi(self, request: web.BaseRequest) -> web.StreamResponse:
+        """This description."""
+        return _json(describe({**ROUTES, "/v1/models/{model}": MODEL_ROUTE}, OPEN_PATHS, App.forward))
 
     async def models(self, request: web.BaseRequest) -> web.StreamResponse:
         """The models of all ready workers."""
@@ -134,6 +140,7 @@ class App:
         return _json(models[name])
 
     async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Passed to a worker."""
         return await self.proxy.forward(request)
 
     def _check_ready(self) -> None:
@@ -145,6 +152,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/health": {"GET": App.health},
     "/ready": {"GET": App.ready},
     "/metrics": {"GET": App.metrics_text},
+    "/openapi.json": {"GET": App.openapi},
     "/v1/models": {"GET": App.models},
     "/v1/chat/completions": {"POST": App.forward},
     "/v1/completions": {"POST": App.forward},
