@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test chaos storm sanitize fuzz check format bench bench-ring bench-vllm man rpm clean
+.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test chaos storm sanitize fuzz check format bench bench-ring bench-api bench-vllm man rpm clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -99,6 +99,9 @@ bench: setup-bench  ## everything measured and held against what it must reach (
 # Every command runs, and any of them that falls short fails the whole.
 bench-ring: setup  ## the ring and the data plane under load, held against what they must reach
 	@status=0; for words in ring sessions; do $(VENV)/bin/syshaxd bench $$words || status=1; done; exit $$status
+
+bench-api: setup-bench  ## syshax-api beside a bare pass-through, held against what it must reach (QUICK=1: a minute); plot in bench-results/
+	@$(VENV)/bin/syshaxd bench api $(if $(QUICK),--quick) $(BENCH_OPTIONS)
 
 bench-vllm: setup-test  ## vLLM with its experts in syshaxd against vLLM alone: 3 layers of Qwen3-30B-A3B, minutes
 	@mkdir -p bench-results

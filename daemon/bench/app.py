@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syshax.errors import SyshaxError
-from syshaxd.bench import limits, moe, reports, ring, sessions, spinning, suite
+from syshaxd.bench import api, api_report, limits, moe, reports, ring, sessions, spinning, suite
 from syshaxd.bench.timing import QUIET_CPUS
 from syshaxd.core import compiled_core, core_errors
 
@@ -197,6 +197,36 @@ def ring_tables(record: dict[str, Any], payload: int) -> Iterator[Table]:
     for verdict in record["verdicts"]:
         result.add_row(verdict["target"], f"{verdict['at_most']:g}", f"{verdict['value']:.3g}")
     yield result
+
+
+@app.command("api")
+def api_command(
+    output: Annotated[Path, typer.Option(help="Folder for the record (JSON) and the plot (PNG).")] = Path(
+        "bench-results"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer and shorter rounds: a minute.")] = False,
+    parts: Annotated[str, typer.Option(help="What to measure, separated by commas.")] = ",".join(api.PARTS),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """syshax-api before a worker that answers at once, beside a bare pass-through on the same CPU in the same rounds:
+    exit status 1 when something falls short. latency: what it adds at 200 requests a second. closed, full: requests and
+    events a second at most. paced: CPU time of an event. many: 2,000 streams. processes: two against one."""
+    with errors_for_people():
+        reports.prepare(output)
+        say = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
+        document = api.run(parts.split(","), api.QUICK if quick else api.FULL, say)
+        paths = api_report.write(document, output)
+    if as_json:
+        print(json.dumps(document))
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(api_report.table(document))
+        for path in paths:
+            print(f"wrote {path}")
+        if not document["quiet"]:
+            print(busy_note(document["others"]), file=sys.stderr)
+        print(document["line"], flush=True)
+    if document["falls_short"]:
+        raise typer.Exit(1)
 
 
 @app.command("sessions")

@@ -31,6 +31,8 @@ _FIRST_LOOK_SECONDS = 2.0
 """Whoever is answered first, perhaps the client that had systemd start us, is to find the workers that are there."""
 _LAST_REQUEST_SECONDS = 0.25
 """A request that is on its way as we stop, on a connection that we hold, still gets its answer and then the close."""
+_BACKLOG = 4096
+"""Connections that wait to be taken in; a burst of more would be dropped, and hang until the client tries again."""
 _BREAK_OFF_SECONDS = 2.0
 """For the error events of what draining cut, to reach their clients."""
 
@@ -113,7 +115,7 @@ class Process:
             self._handle_signals()
             handed = [given for _, given in take_handed().sockets]
             if not handed:  # what is wrong with the address is said before anything else
-                await self._listen(web.TCPSite(runner, self._config.host, self._config.port))
+                await self._listen(web.TCPSite(runner, self._config.host, self._config.port, backlog=_BACKLOG))
             app.workers.start()
             await app.workers.first_look(_FIRST_LOOK_SECONDS)
             await self._listen(*(web.SockSite(runner, given) for given in handed))
