@@ -175,6 +175,10 @@ class Model:
     def seal(self) -> None:
         """All layers are there: forbids writes; the model may be used from now on."""
     def forward_calls(self) -> int: ...
+    def expert_tokens(self) -> npt.NDArray[np.uint64]:
+        """[num_layers, num_experts]: the tokens that each expert has had since the model was made or adopted."""
+    def expert_reads(self) -> int:
+        """How many times some expert's weights were read, once for each chunk of tokens that has any for it."""
     def forward(
         self,
         layer: int,

@@ -241,6 +241,14 @@ void bind_model(py::module_& m) {
       .def("fill_random", &CpuModel::fill_random, py::arg("seed"), no_gil)
       .def("seal", &CpuModel::seal, no_gil)
       .def("forward_calls", &CpuModel::forward_calls)
+      .def("expert_tokens",
+           [](const CpuModel& model) {
+             const syshax::MoeGeometry g = model.geometry();
+             py::array_t<uint64_t> tokens({g.num_layers, g.num_experts});
+             model.expert_use().read(tokens.mutable_data());
+             return tokens;
+           })
+      .def("expert_reads", [](const CpuModel& model) { return model.expert_use().reads(); })
       .def("forward", forward, py::arg("layer"), py::arg("hidden_states"), py::arg("topk_ids"), py::arg("topk_weights"),
            py::arg("dtype"), py::arg("interrupted") = false, py::arg("part_tokens") = std::vector<uint32_t>{})
       .def("dequantized", dequantized, py::arg("layer"), py::arg("expert"));

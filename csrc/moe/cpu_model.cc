@@ -122,7 +122,7 @@ class CpuModel::Pass final : public ForwardPass {
       : model_(model),
         forward_(model.layout_, std::move(arenas), model.kernels_, select_vector_ops(model.compute_->features),
                  model.compute_->pool, model.compute_->plan, std::min(max_tokens, model.compute_->chunk_tokens),
-                 model.compute_->huge_pages != SYSHAX_HUGE_OFF) {}
+                 model.compute_->huge_pages != SYSHAX_HUGE_OFF, model.use_) {}
 
   void begin(const MoeRequest& request) noexcept override { forward_.begin(request); }
 

@@ -32,6 +32,7 @@ class CpuModel final : public ExpertModel {
   const ExpertLayout& layout() const { return layout_; }
   const syshax_kernel* kernel(syshax_dtype dtype) const { return kernels_[dtype]; }
   uint64_t forward_calls() const { return forward_calls_.load(std::memory_order_relaxed); }
+  const ExpertUse& expert_use() const { return use_; }
 
   // A sealed model's arena on one node of the plan: a duplicate of its descriptor, closed on exec and the caller's to
   // close; -1 for a node without a share.
@@ -99,6 +100,7 @@ class CpuModel final : public ExpertModel {
   uint32_t loading_ = 0;
   std::vector<bool> loaded_;
   std::atomic<uint64_t> forward_calls_{0};
+  ExpertUse use_{layout_.geometry().num_layers, layout_.geometry().num_experts};
 };
 
 // Arena bytes of each node of the plan.

@@ -37,12 +37,13 @@ uint32_t block_tokens(size_t row_bytes) {
 
 MoeForward::MoeForward(const ExpertLayout& layout, std::vector<const char*> arenas, const DtypeKernels& kernels,
                        const VectorOps& ops, ThreadPool& pool, const std::vector<NodePlan>& plan, uint32_t chunk_tokens,
-                       bool huge_pages)
+                       bool huge_pages, ExpertUse& use)
     : layout_(layout),
       arenas_(std::move(arenas)),
       kernels_(kernels),
       ops_(ops),
       pool_(pool),
+      use_(use),
       limits_{chunk_tokens,
               std::max(size_t{chunk_tokens} * layout.geometry().top_k, size_t{layout.geometry().num_experts}),
               kBlockTokens},
@@ -105,6 +106,7 @@ void MoeForward::begin_chunk() {
   chunk_.tokens = std::min(step_, request_.num_tokens - chunk_.first);
   const size_t at = size_t{chunk_.first} * request_.top_k;
   grouping_.assign(request_.topk_ids + at, request_.topk_weights + at, chunk_.tokens, request_.top_k);
+  use_.add(chunk_.layer, grouping_.groups());
   const bool packed = chunk_.tokens <= kSerialPack;
   for (uint32_t node : active_nodes_) {
     Progress& progress = progress_[node];

@@ -19,6 +19,7 @@
 
 #include "kernels/vector_ops.h"
 #include "moe/expert_model.h"
+#include "moe/expert_use.h"
 #include "moe/grouping.h"
 #include "moe/layout.h"
 #include "moe/scratch.h"
@@ -34,7 +35,7 @@ class MoeForward final : public ForwardPass {
   // arenas: of each node, nullptr for a node without units. References must outlive this object.
   MoeForward(const ExpertLayout& layout, std::vector<const char*> arenas, const DtypeKernels& kernels,
              const VectorOps& ops, ThreadPool& pool, const std::vector<NodePlan>& plan, uint32_t chunk_tokens,
-             bool huge_pages);
+             bool huge_pages, ExpertUse& use);
 
   void begin(const MoeRequest& request) noexcept override;
   bool advance(uint64_t until_ns) noexcept override;
@@ -106,6 +107,7 @@ class MoeForward final : public ForwardPass {
   const DtypeKernels kernels_;
   const VectorOps& ops_;
   ThreadPool& pool_;
+  ExpertUse& use_;
   ChunkLimits limits_;
   uint32_t block_panels_ = 1, num_blocks_ = 1;  // of hidden columns
   size_t y_stride_ = 16;

@@ -117,6 +117,9 @@ class FakeModel:
         layers, experts = self._geometry["num_layers"], self._geometry["num_experts"]
         return (np.arange(layers)[:, None] * 100 + np.arange(experts)[None, :]).astype(np.uint64)
 
+    def expert_reads(self) -> int:
+        return 7
+
     def forward(self, layer: int, x: np.ndarray, ids: np.ndarray, weights: np.ndarray, dtype: str) -> np.ndarray:
         out = np.zeros_like(x, dtype=np.float32)
         gate, up, down = self.layers[layer]
