@@ -168,6 +168,14 @@ class Health(Settings):
     )
 
 
+class Tracing(Settings):
+    make: bool = Field(
+        default=False,
+        description="Give requests without a W3C trace context one of their own. Those that have one keep it either "
+        "way, and the log line names it.",
+    )
+
+
 class Logging(Settings):
     level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level written.")
     format: Literal["text", "json"] = Field(default="text", description="Lines for people or objects for collectors.")
@@ -205,6 +213,7 @@ class ApiConfig(Settings):
     timeouts: Timeouts = Field(default=Timeouts(), description="All in seconds.")
     health: Health = Field(default=Health(), description="How workers are checked.")
     daemon: Daemon = Field(default=Daemon(), description="The daemon that holds the workers' experts, on this host.")
+    tracing: Tracing = Field(default=Tracing(), description="Trace context, for workers that export spans.")
     logging: Logging = Field(default=Logging(), description="To standard error.")
 
     def worker_groups(self) -> dict[str, Group]:

@@ -1,7 +1,8 @@
 """Prometheus metrics of the front-end, in a registry of its own; label sets are resolved once and kept.
 
-Label `model` holds only names that a worker serves, so that clients cannot add series; the worker's label is its
-configured URL. The numbers are those of all processes.
+Names are vLLM's where the meaning is the same, so that dashboards made for vLLM show the front-end as well; else they
+begin with syshax_api_. Label `model_name` holds only names that a worker serves, so that clients cannot add series; the
+worker's label is its configured URL, `priority` that of the key. The numbers are those of all processes.
 """
 
 from __future__ import annotations
@@ -16,20 +17,33 @@ from syshaxd.frontend.board import Board
 from syshaxd.frontend.instruments import Counter, Gauge, Histogram, Instruments
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+NO_KEY = "normal"
+"""The priority of requests without a key."""
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+_LABELS = ("model_name", "worker", "priority")
 
 
 @dataclass(frozen=True)
 class Series:
-    """The instruments of one (model, worker)."""
+    """The instruments of one (model, worker, priority)."""
 
-    in_flight: Gauge
-    first_byte: Histogram
-    between_chunks: Histogram
-    duration: Histogram
+    running: Gauge
+    first_token: Histogram
+    between_tokens: Histogram
+    whole: Histogram
+    prompt_tokens: Counter
+    generation_tokens: Counter
     bytes_in: Counter
     bytes_out: Counter
+
+
+@dataclass(frozen=True)
+class QueueSeries:
+    """The instruments of one (model, priority): no worker has been chosen yet."""
+
+    waiting: Gauge
+    seconds: Histogram
 
 
 class Metrics:
@@ -39,23 +53,29 @@ class Metrics:
         self.registry = CollectorRegistry()
         made = Instruments(board)
         self.registry.register(made)
-        labels = ("model", "worker")
-        self._requests = made.counter("syshax_api_requests", "Requests by outcome.", ("model", "worker", "status"))
-        self._in_flight = made.gauge("syshax_api_requests_in_flight", "Requests passed on now.", labels)
-        self._first_byte = made.histogram(
-            "syshax_api_time_to_first_token_seconds",
-            "From a streamed request's arrival to its answer's first chunk.",
-            labels,
-            _LONG,
+        self._running = made.gauge("vllm:num_requests_running", "Requests that a worker is answering.", _LABELS)
+        self._waiting = made.gauge("vllm:num_requests_waiting", "Requests that wait for a worker.", _LABELS)
+        self._queue_time = made.histogram(
+            "vllm:request_queue_time_seconds", "Waiting for a worker, of requests that got one.", _LABELS, _LONG
         )
-        self._between = made.histogram(
-            "syshax_api_inter_chunk_seconds", "Between chunks of a streamed answer.", labels, _SHORT
+        self._first_token = made.histogram(
+            "vllm:time_to_first_token_seconds", "Of streams: from arrival to the first chunk.", _LABELS, _LONG
         )
-        self._duration = made.histogram(
-            "syshax_api_request_duration_seconds", "From arrival to the last byte.", labels, _LONG
+        self._between_tokens = made.histogram(
+            "vllm:inter_token_latency_seconds", "Of streams: between chunks.", _LABELS, _SHORT
         )
-        self._bytes_in = made.counter("syshax_api_request_bytes", "Bytes of request bodies.", labels)
-        self._bytes_out = made.counter("syshax_api_response_bytes", "Bytes of answers.", labels)
+        self._whole = made.histogram(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last byte.", _LABELS, _LONG
+        )
+        self._prompt_tokens = made.counter("vllm:prompt_tokens", "Of answers that tell their usage.", _LABELS)
+        self._generation_tokens = made.counter(
+            "vllm:generation_tokens", "By usage; of streams without it: their events.", _LABELS
+        )
+        self._requests = made.counter(
+            "syshax_api_requests", "Requests by outcome.", ("model_name", "worker", "priority", "status")
+        )
+        self._bytes_in = made.counter("syshax_api_request_bytes", "Bytes of request bodies.", _LABELS)
+        self._bytes_out = made.counter("syshax_api_response_bytes", "Bytes of answers.", _LABELS)
         self.retries = made.counter(
             "syshax_api_retries", "Requests sent again, by the worker that failed.", ("worker",)
         )
@@ -63,21 +83,33 @@ class Metrics:
             "syshax_api_client_disconnects", "Requests whose client went away first."
         ).labels()
         self.worker_ready = made.opinion("syshax_api_worker_ready", "1: gets requests; 0: does not.", ("worker",))
+        self.worker_experts = made.opinion(
+            "syshax_api_worker_experts", "1: attached; 0: missing; no series: not known.", ("worker",)
+        )
+        self.daemon_seen = made.opinion("syshax_api_daemon_seen", "1: syshaxd's view socket answers.").labels()
         self.series = cache(self._series)
+        self.queue = cache(self._queue)
         self.request = cache(self._request)
 
-    def _series(self, model: str, worker: str) -> Series:
+    def _series(self, model: str, worker: str, priority: str = NO_KEY) -> Series:
+        labels = (model, worker, priority)
         return Series(
-            self._in_flight.labels(model, worker),
-            self._first_byte.labels(model, worker),
-            self._between.labels(model, worker),
-            self._duration.labels(model, worker),
-            self._bytes_in.labels(model, worker),
-            self._bytes_out.labels(model, worker),
+            self._running.labels(*labels),
+            self._first_token.labels(*labels),
+            self._between_tokens.labels(*labels),
+            self._whole.labels(*labels),
+            self._prompt_tokens.labels(*labels),
+            self._generation_tokens.labels(*labels),
+            self._bytes_in.labels(*labels),
+            self._bytes_out.labels(*labels),
         )
 
-    def _request(self, model: str, worker: str, status: int) -> Counter:
-        return self._requests.labels(model, worker, str(status))
+    def _queue(self, model: str, priority: str = NO_KEY) -> QueueSeries:
+        labels = (model, "", priority)
+        return QueueSeries(self._waiting.labels(*labels), self._queue_time.labels(*labels))
+
+    def _request(self, model: str, worker: str, status: int, priority: str = NO_KEY) -> Counter:
+        return self._requests.labels(model, worker, priority, str(status))
 
     def render(self) -> bytes:
         """The exposition text."""

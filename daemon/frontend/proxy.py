@@ -19,11 +19,13 @@ from time import monotonic
 import aiohttp
 from aiohttp import web
 
+from syshaxd.frontend import trace
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
-from syshaxd.frontend.metrics import Metrics, Series
+from syshaxd.frontend.metrics import NO_KEY, Metrics, Series
 from syshaxd.frontend.request import headers_to_client, headers_to_worker, model_of, path_of, read_body
+from syshaxd.frontend.tokens import Tokens
 from syshaxd.frontend.workers import Worker, Workers, describe
 
 log = logging.getLogger("syshax.api")
@@ -70,6 +72,10 @@ class Exchange:
     response: web.StreamResponse | None = None
     clock: asyncio.Timeout | None = None
     error: ApiError | None = None
+    priority: str = NO_KEY
+    trace: str = ""
+    """The trace id, where one was made here."""
+    tokens: Tokens | None = None
     bytes_out: int = 0
     tail: bytes = b""
     """The last bytes passed, to know whether a stream stands at an event's end."""
@@ -86,6 +92,7 @@ class Proxy:
 
     def __init__(self, config: ApiConfig, workers: Workers, metrics: Metrics, board: Board) -> None:
         self._limits, self._timeouts, self._log_requests = config.limits, config.timeouts, config.logging.requests
+        self._make_traces = config.tracing.make
         self._workers = workers
         self._metrics = metrics
         self._in_progress = board.cell("requests in progress")
@@ -169,7 +176,7 @@ class Proxy:
         exchange.worker = worker
         series = self._series(exchange)
         worker.outstanding.add(1)
-        series.in_flight.inc()
+        series.running.inc()
         upstream: aiohttp.ClientResponse | None = None
         try:
             upstream = await self._send(exchange, worker)
@@ -177,14 +184,19 @@ class Proxy:
             return await self._pass_on(exchange, upstream, first, series)
         finally:
             worker.outstanding.add(-1)
-            series.in_flight.dec()
+            series.running.dec()
             if upstream is not None:
                 upstream.close()
+            if exchange.tokens is not None:
+                exchange.tokens.end()
+                exchange.tokens = None
 
     async def _send(self, exchange: Exchange, worker: Worker) -> aiohttp.ClientResponse:
         request = exchange.request
         headers = headers_to_worker(request.headers)
         headers.setdefault(REQUEST_ID, exchange.request_id)
+        if self._make_traces:
+            exchange.trace = trace.begin(headers)
         body = exchange.body if len(exchange.body) <= _SHARED_BODY else io.BytesIO(exchange.body)
         try:
             return await worker.session.request(
@@ -224,6 +236,9 @@ class Proxy:
         exchange.response = response
         await response.prepare(request)
         streamed = is_event_stream(response)
+        tokens = Tokens(series.prompt_tokens, series.generation_tokens, streamed)
+        if upstream.status < 400:
+            exchange.tokens = tokens
         loop = asyncio.get_running_loop()
         before = armed = 0.0
         while True:
@@ -245,16 +260,17 @@ class Proxy:
                 clock.reschedule(now + idle)
                 armed = now
             if streamed:
-                (series.between_chunks.observe(now - before) if before else self._note_first(exchange, series))
+                (series.between_tokens.observe(now - before) if before else self._note_first(exchange, series))
                 before = now
             exchange.bytes_out += len(chunk)
             exchange.tail = chunk[-4:] if len(chunk) >= 4 else (exchange.tail + chunk)[-4:]
+            tokens.passed(chunk)
             await response.write(chunk)
         await response.write_eof()
         return response
 
     def _note_first(self, exchange: Exchange, series: Series) -> None:
-        series.first_byte.observe(monotonic() - exchange.started)
+        series.first_token.observe(monotonic() - exchange.started)
 
     async def _break_off(self, exchange: Exchange, response: web.StreamResponse, error: ApiError) -> web.StreamResponse:
         """Ends an answer that has begun so that nobody takes it for complete.
@@ -274,7 +290,7 @@ class Proxy:
 
     def _series(self, exchange: Exchange) -> Series:
         model, worker = self._labels(exchange)
-        return self._metrics.series(model, worker)
+        return self._metrics.series(model, worker, exchange.priority)
 
     def _labels(self, exchange: Exchange) -> tuple[str, str]:
         worker = exchange.worker
@@ -285,9 +301,9 @@ class Proxy:
     def _account(self, exchange: Exchange, status: int) -> None:
         model, worker = self._labels(exchange)
         seconds = monotonic() - exchange.started
-        self._metrics.request(model, worker, status).inc()
-        series = self._metrics.series(model, worker)
-        series.duration.observe(seconds)
+        self._metrics.request(model, worker, status, exchange.priority).inc()
+        series = self._metrics.series(model, worker, exchange.priority)
+        series.whole.observe(seconds)
         series.bytes_in.inc(len(exchange.body))
         series.bytes_out.inc(exchange.bytes_out)
         if status == 499:
@@ -304,6 +320,7 @@ class Proxy:
                 "bytes_in": len(exchange.body),
                 "bytes_out": exchange.bytes_out,
                 "seconds": round(seconds, 4),
+                **({"trace": traced} if (traced := exchange.trace or trace.trace_of(exchange.request.headers)) else {}),
                 **({"note": "; ".join(exchange.notes)} if exchange.notes else {}),
             }
             log.info("request", extra=facts)

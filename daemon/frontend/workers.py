@@ -53,6 +53,7 @@ class Worker:
         """When it was last picked: equals take turns."""
         self._config = config
         self._gauge = metrics.worker_ready.labels(url)
+        self._experts_gauge = metrics.worker_experts.labels(url)
         self._strikes = 0
         self._answers, self._silence = False, self.reason
         """Its own answers: whether it may get requests by them, else why not."""
@@ -115,6 +116,8 @@ class Worker:
             log.info("worker %s is ready: %s", self.url, ", ".join(self.models))
         self.ready, self.reason = not reason, reason
         self._gauge.set(self.ready)
+        if self.experts.state != "not known":
+            self._experts_gauge.set(self.experts.state == "attached")
 
     async def _check(self) -> None:
         try:
@@ -183,6 +186,7 @@ class Workers:
             Worker(url, config, metrics, board) for group in config.worker_groups().values() for url in group.workers
         ]
         self.view = DaemonView(config.daemon.view_socket)
+        self._daemon_seen = metrics.daemon_seen
         self._turns = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -191,6 +195,7 @@ class Workers:
         self._tasks.append(asyncio.create_task(self.view.watch(self._look_at_experts)))
 
     async def _look_at_experts(self) -> None:
+        self._daemon_seen.set(self.view.sessions is not None)
         for worker in self.all:
             await worker.look_at_experts(self.view)
 

@@ -33,7 +33,7 @@ async def test_a_client_that_leaves_before_the_first_byte_aborts_within_a_second
     assert time.monotonic() - start < 1
     await until(lambda: not front.app.proxy.active)
     assert front.metric("syshax_api_client_disconnects_total") == 1
-    assert front.metric("syshax_api_requests_in_flight", model="m", worker=worker.url) == 0
+    assert front.metric("vllm:num_requests_running", model_name="m", worker=worker.url, priority="normal") == 0
 
 
 @pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
@@ -125,7 +125,10 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(setup: Setup, sent:
     event = json.loads(added.strip().removeprefix(b"data: "))
     assert event["error"]["code"] == "worker_failed" and added.endswith(b"\n\n")
     assert len(worker.seen) == 1, "never sent again after the first byte"
-    assert front.metric("syshax_api_requests_total", model="m", worker=worker.url, status="502") == 1
+    assert (
+        front.metric("syshax_api_requests_total", model_name="m", priority="normal", worker=worker.url, status="502")
+        == 1
+    )
 
 
 async def test_an_answer_that_is_no_stream_breaks_off_visibly(setup: Setup) -> None:
@@ -403,14 +406,14 @@ async def test_metrics(setup: Setup) -> None:
     async with await front.chat(stream=True) as response:
         await response.read()
     await error_of(await front.chat("n" * 1000), 404, "model_not_found")
-    labels = {"model": "m", "worker": worker.url}
+    labels = {"model_name": "m", "worker": worker.url, "priority": "normal"}
     assert front.metric("syshax_api_requests_total", **labels, status="200") == 1
-    assert front.metric("syshax_api_time_to_first_token_seconds_count", **labels) == 1
-    assert front.metric("syshax_api_inter_chunk_seconds_count", **labels) == 2
-    assert 0.02 <= front.metric("syshax_api_inter_chunk_seconds_sum", **labels) < 1
+    assert front.metric("vllm:time_to_first_token_seconds_count", **labels) == 1
+    assert front.metric("vllm:inter_token_latency_seconds_count", **labels) == 2
+    assert 0.02 <= front.metric("vllm:inter_token_latency_seconds_sum", **labels) < 1
     assert front.metric("syshax_api_response_bytes_total", **labels) == 3 * len(EVENT)
     assert front.metric("syshax_api_request_bytes_total", **labels) == len(worker.seen[0].body)
-    assert front.metric("syshax_api_request_duration_seconds_count", **labels) == 1
+    assert front.metric("vllm:e2e_request_latency_seconds_count", **labels) == 1
     async with front.session.get("/metrics") as response:
         text = await response.text()
         assert response.headers["Content-Type"].startswith("text/plain")

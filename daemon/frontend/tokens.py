@@ -1,0 +1,74 @@
+"""How many tokens an answer had, without reading it: from the `usage` near its end, else from a stream's events.
+
+Only a client that asks for it (`stream_options.include_usage`) gets `usage` in a stream, and the answer is not ours to
+change. So a stream's events count as they pass, as one token each, which is right for vLLM but where one event carries
+several (speculative decoding); `usage` at the end, where it is there, adds what the events did not show.
+"""
+
+from __future__ import annotations
+
+import re
+
+from syshaxd.frontend.instruments import Counter
+
+_EVENT_END = b"\n\n"
+_DONE = b"data: [DONE]"
+_USAGE = b'"usage"'
+_END_BYTES = 4096
+"""So far from the end `usage` is looked for."""
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})')
+_GENERATED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
+
+
+class Tokens:
+    """Those of one answer; the counters grow while it passes.
+
+    Events are counted two chunks late: the last two may hold `usage` and `[DONE]`, which are no tokens. The first event
+    is not counted: in a chat it only names the role, and it makes up for the one with the finish reason otherwise.
+    """
+
+    __slots__ = ("_counted", "_generated", "_newer", "_older", "_prompt", "_streamed")
+
+    def __init__(self, prompt: Counter, generated: Counter, streamed: bool) -> None:
+        self._prompt, self._generated, self._streamed = prompt, generated, streamed
+        self._older = self._newer = b""
+        self._counted = -1
+
+    def passed(self, chunk: bytes) -> None:
+        """The next part of the body."""
+        older = self._older
+        if older and self._streamed:
+            self._count(older.count(_EVENT_END))
+        self._older, self._newer = self._newer, chunk
+
+    def end(self) -> None:
+        """The answer has ended, or was broken off."""
+        end = (self._older + self._newer)[-_END_BYTES:]
+        prompt, generated = usage_of(end)
+        self._prompt.inc(prompt)
+        if generated is None and self._streamed:
+            events = self._older.count(_EVENT_END) + self._newer.count(_EVENT_END)
+            self._count(events - (_DONE in end))
+        elif generated is not None:
+            self._generated.inc(max(0, generated - max(0, self._counted)))
+        self._older = self._newer = b""
+
+    def _count(self, events: int) -> None:
+        before = max(0, self._counted)
+        self._counted += events
+        if self._counted > before:
+            self._generated.inc(self._counted - before)
+
+
+def usage_of(end: bytes) -> tuple[int, int | None]:
+    """Tokens of the prompt, and generated ones (None: not told), by the last `usage` in the end of an answer.
+
+    Text that the model wrote cannot pass for it: within a JSON string its quotation marks are escaped.
+    """
+    start = end.rfind(_USAGE)
+    if start < 0:
+        return 0, None
+    prompt, generated = _PROMPT.search(end, start), _GENERATED.search(end, start)
+    if generated is None:
+        return int(prompt[1]) if prompt else 0, 0 if prompt else None
+    return int(prompt[1]) if prompt else 0, int(generated[1])
