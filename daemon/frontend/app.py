@@ -21,7 +21,7 @@ from syshaxd.frontend.keys import KeyRing
 from syshaxd.frontend.metrics import Metrics
 from syshaxd.frontend.openapi import describe
 from syshaxd.frontend.proxy import Proxy
-from syshaxd.frontend.request import is_plain, path_of
+from syshaxd.frontend.request import OUTSIDE_V1, is_plain, path_of
 from syshaxd.frontend.workers import Workers
 
 log = logging.getLogger("syshax.api")
@@ -156,6 +156,7 @@ ROUTES: dict[str, dict[str, Handler]] = {
     "/v1/models": {"GET": App.models},
     "/v1/chat/completions": {"POST": App.forward},
     "/v1/completions": {"POST": App.forward},
+    **{path: {"POST": App.forward} for path in sorted(OUTSIDE_V1)},
 }
 """Path -> method -> handler."""
 MODEL_ROUTE: dict[str, Handler] = {"GET": App.model}

@@ -24,7 +24,7 @@ from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
 from syshaxd.frontend.metrics import NO_KEY, Metrics, Series
-from syshaxd.frontend.request import headers_to_client, headers_to_worker, model_of, path_of, read_body
+from syshaxd.frontend.request import OUTSIDE_V1, headers_to_client, headers_to_worker, model_of, path_of, read_body
 from syshaxd.frontend.tokens import Tokens
 from syshaxd.frontend.workers import Worker, Workers, describe
 
@@ -32,7 +32,7 @@ log = logging.getLogger("syshax.api")
 REQUEST_ID = "x-request-id"
 _SHARED_BODY = 1 << 20
 """Larger bodies go out in pieces instead of being copied whole into the transport's buffer."""
-_REPEATABLE = frozenset(
+_REPEATABLE = OUTSIDE_V1.union(
     f"/v1/{name}"
     for name in (
         "chat/completions",

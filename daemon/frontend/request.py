@@ -35,6 +35,8 @@ HOP_BY_HOP = frozenset(
 _OURS_TO_SET = frozenset(("host", "content-length", "expect"))
 JSON_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
 """Their bodies are JSON whatever the content type says."""
+OUTSIDE_V1 = frozenset(f"/{name}" for name in ("tokenize", "detokenize", "pooling", "classify", "score", "rerank"))
+"""What vLLM offers to clients beside /v1/."""
 _FORM_MODEL = re.compile(rb'\bname="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
 
 

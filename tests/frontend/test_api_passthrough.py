@@ -224,6 +224,16 @@ async def test_other_methods_and_routes_pass(setup: Setup, method: str) -> None:
     assert (worker.seen[0].method, worker.seen[0].path) == (method, "/v1/responses/abc?x=1")
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank"])
+async def test_what_vllm_offers_beside_v1_passes_and_is_routed(setup: Setup, path: str) -> None:
+    one, two = await setup.worker("a"), await setup.worker("b")
+    front = await setup.front(one, two)
+    async with front.session.post(path, json={"model": "b", "prompt": "x"}) as response:
+        assert response.status == 200 and await response.json() == {"model": "b", "prompt": "x"}
+    assert [seen.path for seen in two.seen] == [path] and not one.seen
+    await error_of(await front.session.get(path), 405, "method_not_allowed")
+
+
 async def test_a_multipart_form_is_routed_by_its_model(setup: Setup) -> None:
     one, two = await setup.worker("a"), await setup.worker("b")
     front = await setup.front(one, two)
