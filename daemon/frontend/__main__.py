@@ -11,7 +11,7 @@ import typer
 from syshax.errors import SyshaxError
 from syshaxd.config import LoggingConfig
 from syshaxd.frontend.config import DEFAULT_FILE, load_config
-from syshaxd.frontend.server import run
+from syshaxd.frontend.process import run
 from syshaxd.logs import set_up_logging
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

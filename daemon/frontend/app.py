@@ -39,7 +39,7 @@ class App:
 
     def __init__(self, config: ApiConfig, keys: KeyRing | None, board: Board | None = None) -> None:
         """`board`: the one that this front-end's processes share; None: this process is alone."""
-        board = board or Board()
+        self.board = board = board or Board()
         self.keys = keys
         self.metrics = Metrics(board)
         self.workers = Workers(config, self.metrics, board)
