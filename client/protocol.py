@@ -216,7 +216,7 @@ class ModelsAnswer(Answer):
 
 
 class ExpertsAnswer(Answer):
-    """How often each expert of a model was asked for since the model was loaded, and by that how evenly."""
+    """How often each expert of a model was asked for since the model was loaded, and by that how evenly, and what that cost."""
 
     boot_id: str
     name: str
@@ -228,6 +228,8 @@ class ExpertsAnswer(Answer):
     """[layers][experts]: tokens that were routed to it."""
     expert_bytes: int = 0
     """Bytes of one expert's weights, the average."""
+    bytes_read: int = 0
+    """Of weights, on all nodes: once for each chunk of tokens that has any for an expert."""
 
 
 class SessionInfo(Answer):

@@ -68,13 +68,19 @@ class DaemonCollector(Collector):
         progress = GaugeMetricFamily("syshax_load_progress_ratio", "Part of the layers loaded.", labels=["model"])
         chosen = GaugeMetricFamily("syshax_kernel_info", "Kernel of a model.", labels=["model", "dtype", "kernel"])
         calls = CounterMetricFamily("syshax_layer_requests", "Layers computed for a model.", labels=["model"])
+        reads = CounterMetricFamily(
+            "syshax_expert_reads", "Times that an expert's weights were read.", labels=["model"]
+        )
         for info in infos:
             total = info.progress.layers_total
             progress.add_metric([info.name], info.progress.layers_done / total if total else 0.0)
             calls.add_metric([info.name], info.forward_calls)
             for dtype, kernel in info.kernels.items():
                 chosen.add_metric([info.name, dtype.value, kernel], 1)
-        yield from (progress, chosen, calls)
+        for entry in self._parts.registry.entries():
+            if entry.model is not None:
+                reads.add_metric([entry.name], entry.model.expert_reads())
+        yield from (progress, chosen, calls, reads)
         labels = ["model", "dtype", "kernel", "best"]
         worse = GaugeMetricFamily("syshax_kernel_not_best", "1: this CPU has a better kernel.", labels=labels)
         for name, _, ring_dtype, kernel, best in self._reporter.kernels_not_best():

@@ -138,15 +138,17 @@ class Registry:
         entry = self.ready(name)
         assert entry.model is not None and entry.facts is not None
         geometry = entry.facts.geometry
-        counts = entry.model.expert_tokens()
+        model = entry.model
+        expert_bytes = model.pool_bytes() // (geometry.num_layers * geometry.num_experts)
         return ExpertsAnswer(
             boot_id=boot_id,
             name=name,
             layers=geometry.num_layers,
             experts=geometry.num_experts,
             layer_ids=geometry.layer_ids,
-            tokens=counts.tolist(),
-            expert_bytes=entry.model.pool_bytes() // (geometry.num_layers * geometry.num_experts),
+            tokens=model.expert_tokens().tolist(),
+            expert_bytes=expert_bytes,
+            bytes_read=model.expert_reads() * expert_bytes,
         )
 
     def info(self, entry: Entry) -> ModelInfo:
