@@ -216,7 +216,7 @@ class ModelsAnswer(Answer):
 
 
 class ExpertsAnswer(Answer):
-    """How often each expert of a model was asked for since the model was loaded, and by that how evenly, and what that cost."""
+    """How often each expert of a model was asked for since the model was loaded, and what that read."""
 
     boot_id: str
     name: str

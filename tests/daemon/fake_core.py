@@ -112,9 +112,6 @@ class FakeModel:
     def forward_calls(self) -> int:
         return 0
 
-    def expert_reads(self) -> int:
-        return 9
-
     def expert_tokens(self) -> np.ndarray:
         """So that each can be told from the others: 100 times its layer and its own number."""
         layers, experts = self._geometry["num_layers"], self._geometry["num_experts"]
