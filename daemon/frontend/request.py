@@ -17,7 +17,7 @@ from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict, CIMultiDictProxy
 from pydantic import BaseModel, ValidationError
 
-from syshaxd.frontend.errors import ApiError, Kind
+from syshaxd.frontend.errors import ApiError, Kind, quoted
 
 HOP_BY_HOP = frozenset(
     (
@@ -48,6 +48,8 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
     """The whole body as sent (still encoded, if it is). `ApiError` 413 over `limit` bytes, 400 when it breaks off."""
     if (request.content_length or 0) > limit:
         raise _too_large(limit)
+    if (coding := request.headers.get("Transfer-Encoding", "chunked")).lower() != "chunked":
+        raise ApiError(Kind.BAD_REQUEST, f"The transfer coding {quoted(coding)} is not taken, only chunked.")
     if not request.can_read_body:
         return b""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:

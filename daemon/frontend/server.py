@@ -51,7 +51,7 @@ class _Connection(web.RequestHandler):
         else:
             log.debug("malformed HTTP from %s: %s", request.remote, message)
             first_line = (message or str(exc)).strip().splitlines()[0]
-            error = ApiError(Kind.BAD_REQUEST, f"This is not valid HTTP: {first_line.rstrip(':')}.")
+            error = ApiError(Kind.BAD_REQUEST, f"This is not valid HTTP: {first_line.rstrip(':.')}.")
         response = error.response()
         response.force_close()
         return response
