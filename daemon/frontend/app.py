@@ -17,15 +17,17 @@ from syshaxd.frontend import metrics as metrics_module
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
-from syshaxd.frontend.keys import KeyRing
+from syshaxd.frontend.keys import Key, KeyRing
 from syshaxd.frontend.metrics import Metrics
 from syshaxd.frontend.openapi import describe
 from syshaxd.frontend.proxy import Proxy
 from syshaxd.frontend.request import OUTSIDE_V1, is_plain, path_of
+from syshaxd.frontend.routing import Router
 from syshaxd.frontend.workers import Workers
 
 log = logging.getLogger("syshax.api")
-Handler = Callable[["App", web.BaseRequest], Awaitable[web.StreamResponse]]
+Handler = Callable[["App", web.BaseRequest, Key | None], Awaitable[web.StreamResponse]]
+"""The key that the request came with; None where no keys are asked for."""
 OPEN_PATHS = frozenset(("/health", "/ready"))
 """The only paths that answer without a key; without one /ready keeps the workers' names to itself."""
 
@@ -41,9 +43,12 @@ class App:
         """`board`: the one that this front-end's processes share; None: this process is alone."""
         self.board = board = board or Board()
         self.keys = keys
+        if keys is not None:
+            keys.count_on(board)
         self.metrics = Metrics(board)
         self.workers = Workers(config, self.metrics, board)
-        self.proxy = Proxy(config, self.workers, self.metrics, board)
+        self.router = Router(config, self.workers, self.metrics, board)
+        self.proxy = Proxy(config, self.router, self.metrics, board)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request; every error is an OpenAI error object."""
@@ -64,7 +69,8 @@ class App:
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         path, _ = path_of(request)
-        if path not in OPEN_PATHS and not self._allowed(request):
+        key = None if self.keys is None else self.keys.find(request.headers.get("Authorization"))
+        if key is None and self.keys is not None and path not in OPEN_PATHS:
             raise ApiError(
                 Kind.NO_KEY,
                 "A valid API key is needed: send it as `Authorization: Bearer KEY`.",
@@ -81,20 +87,17 @@ class App:
             raise ApiError(
                 Kind.METHOD, f"{quoted(path)} takes {allowed}, not {request.method}.", headers=(("Allow", allowed),)
             )
-        return await handler(self, request)
+        return await handler(self, request, key)
 
-    def _allowed(self, request: web.BaseRequest) -> bool:
-        return self.keys is None or self.keys.accepts(request.headers.get("Authorization"))
-
-    async def health(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def health(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
         """The process lives."""
         return _json({"status": "ok"})
 
-    async def ready(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def ready(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
         """200 when a worker is ready, else 503 with the reason."""
         reason = self.workers.unready_reason()
         details: dict[str, Any] = {}
-        if self._allowed(request):
+        if self.keys is None or key is not None:
             details["workers"] = [
                 {
                     "worker": worker.url,
@@ -108,30 +111,30 @@ class App:
             ]
             details["daemon"] = self.workers.view.state
         if not reason:
-            return _json({"status": "ready", "models": list(self.workers.models()), **details})
+            return _json({"status": "ready", "models": list(self.router.models(key)), **details})
         error = json.loads(ApiError(Kind.NOT_READY, reason).body())
         return _json({"status": "not ready", "reason": reason, **error, **details}, 503)
 
-    async def metrics_text(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def metrics_text(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
         """Prometheus metrics."""
         response = web.Response(body=self.metrics.render())
         response.headers["Content-Type"] = metrics_module.CONTENT_TYPE
         return response
 
-    async def openapi(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def openapi(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
         """This description."""
         return _json(describe({**ROUTES, "/v1/models/{model}": MODEL_ROUTE}, OPEN_PATHS, App.forward))
 
-    async def models(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The models of all ready workers."""
+    async def models(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
+        """The models of all ready workers and the aliases, as far as the key may use them."""
         self._check_ready()
-        return _json({"object": "list", "data": list(self.workers.models().values())})
+        return _json({"object": "list", "data": list(self.router.models(key).values())})
 
-    async def model(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def model(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
         """One model by its id."""
         self._check_ready()
         name = unquote(path_of(request)[0].removeprefix("/v1/models/"))
-        models = self.workers.models()
+        models = self.router.models(key)
         if name not in models:
             known = ", ".join(f"`{known}`" for known in models)
             raise ApiError(
@@ -139,9 +142,9 @@ class App:
             )
         return _json(models[name])
 
-    async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def forward(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
         """Passed to a worker."""
-        return await self.proxy.forward(request)
+        return await self.proxy.forward(request, key)
 
     def _check_ready(self) -> None:
         if reason := self.workers.unready_reason():

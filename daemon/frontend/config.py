@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, ByteSize, Field
@@ -13,6 +14,8 @@ from syshax.errors import ConfigError
 from syshaxd.settings import Layer, Settings, build, read_toml, with_drop_ins
 
 DEFAULT_FILE = Path("/etc/syshax/syshax-api.toml")
+CREDENTIAL = "syshax-api.keys"
+"""systemd's credential that is the keys file where keys_file is not set."""
 EXAMPLE_HEADING = """syshax-api: the OpenAI HTTP API in front of vLLM workers.
 Every key is shown with its default; uncomment what you change. Files in syshax-api.toml.d/*.toml win over this one,
 and the command line wins over both. An unknown key is an error. Sizes may be written "64 MiB"."""
@@ -52,6 +55,8 @@ WorkerUrl = Annotated[str, AfterValidator(check_worker)]
 WorkerUrls = Annotated[list[WorkerUrl], AfterValidator(_distinct)]
 Seconds = Annotated[float, Field(gt=0, le=86400 * 7)]
 Priority = Literal["interactive", "normal", "batch"]
+PRIORITIES: tuple[Priority, ...] = get_args(Priority)
+"""The highest first; everywhere else a priority is its index here."""
 DEFAULT_GROUP = "default"
 """The name of the group that `workers` is short for."""
 
@@ -227,6 +232,9 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ApiConfig:
     layers = [read_toml(path) for path in files]
     config, sources = build(ApiConfig, [*layers, Layer("command line", overrides)])
     _check_groups(config, sources)
+    passed = Path(os.environ.get("CREDENTIALS_DIRECTORY", "")) / CREDENTIAL
+    if not config.keys_file and passed.is_absolute() and passed.exists():
+        config = config.model_copy(update={"keys_file": str(passed)})
     if not any(group.workers for group in config.worker_groups().values()):
         raise ConfigError(
             "no worker to pass requests to",

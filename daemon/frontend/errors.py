@@ -27,6 +27,7 @@ class Kind(Enum):
     METHOD = (405, "invalid_request_error", "method_not_allowed")
     SLOW_BODY = (408, "invalid_request_error", "request_timeout")
     TOO_LARGE = (413, "invalid_request_error", "request_too_large")
+    RATE = (429, "rate_limit_error", "rate_limit_exceeded")
     OVERLOADED = (429, "rate_limit_error", "overloaded")
     INTERNAL = (500, "server_error", "internal_error")
     WORKER_FAILED = (502, "server_error", "worker_failed")

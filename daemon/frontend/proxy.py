@@ -23,10 +23,13 @@ from syshaxd.frontend import trace
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
-from syshaxd.frontend.metrics import NO_KEY, Metrics, Series
-from syshaxd.frontend.request import OUTSIDE_V1, headers_to_client, headers_to_worker, model_of, path_of, read_body
+from syshaxd.frontend.keys import Key
+from syshaxd.frontend.metrics import Metrics, Series
+from syshaxd.frontend.pace import retry_after
+from syshaxd.frontend.request import OUTSIDE_V1, headers_to_client, headers_to_worker, path_of, read_body
+from syshaxd.frontend.routing import Ask, Router, priority_of
 from syshaxd.frontend.tokens import Tokens
-from syshaxd.frontend.workers import Worker, Workers, describe
+from syshaxd.frontend.workers import Worker, describe
 
 log = logging.getLogger("syshax.api")
 REQUEST_ID = "x-request-id"
@@ -66,13 +69,14 @@ class Exchange:
     path: str
     target: str
     started: float
+    key: Key | None
     body: bytes = b""
-    model: str | None = None
+    ask: Ask | None = None
     worker: Worker | None = None
     response: web.StreamResponse | None = None
     clock: asyncio.Timeout | None = None
     error: ApiError | None = None
-    priority: str = NO_KEY
+    priority: str = ""
     trace: str = ""
     """The trace id, where one was made here."""
     tokens: Tokens | None = None
@@ -90,10 +94,10 @@ class Exchange:
 class Proxy:
     """All exchanges. `active` are those in progress."""
 
-    def __init__(self, config: ApiConfig, workers: Workers, metrics: Metrics, board: Board) -> None:
+    def __init__(self, config: ApiConfig, router: Router, metrics: Metrics, board: Board) -> None:
         self._limits, self._timeouts, self._log_requests = config.limits, config.timeouts, config.logging.requests
         self._make_traces = config.tracing.make
-        self._workers = workers
+        self._router = router
         self._metrics = metrics
         self._in_progress = board.cell("requests in progress")
         self.active: set[Exchange] = set()
@@ -101,19 +105,34 @@ class Proxy:
         """Answers from now on tell their connection's end."""
         self.on_idle: Callable[[], None] | None = None
 
-    async def forward(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def forward(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
         """The worker's answer, already sent. Raises `ApiError` when nothing has been sent."""
-        if self._in_progress.total() >= self._limits.requests:
-            raise ApiError(
-                Kind.OVERLOADED,
-                f"{self._limits.requests} requests are in progress, the limit (limits.requests); try again later.",
-                headers=(("Retry-After", "1"),),
-            )
+        self._in_progress.add(1)
+        try:
+            self._admit(key)
+            return await self._forward(request, key)
+        finally:
+            self._in_progress.add(-1)
+
+    def _admit(self, key: Key | None) -> None:
+        try:
+            if self._in_progress.total() > self._limits.requests:
+                raise ApiError(
+                    Kind.OVERLOADED,
+                    f"{self._limits.requests} requests are in progress, the limit (limits.requests); try again later.",
+                    headers=retry_after(1, self._router.pace(), 1.0),
+                )
+            if key is not None:
+                key.admit()
+        except ApiError as error:
+            self._metrics.request("", "", error.kind.status, priority_of(key)).inc()
+            raise
+
+    async def _forward(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
         path, target = path_of(request)
         request_id = request.headers.get(REQUEST_ID) or secrets.token_hex(16)
-        exchange = Exchange(request, request_id, path, target, monotonic())
+        exchange = Exchange(request, request_id, path, target, monotonic(), key, priority=priority_of(key))
         self.active.add(exchange)
-        self._in_progress.add(1)
         status = 499
         try:
             response = await self._on_the_clock(exchange)
@@ -125,7 +144,6 @@ class Proxy:
             raise
         finally:
             self.active.discard(exchange)
-            self._in_progress.add(-1)
             self._account(exchange, status)
             if not self.active and self.on_idle is not None:
                 self.on_idle()
@@ -134,8 +152,9 @@ class Proxy:
         try:
             async with asyncio.timeout(self._timeouts.first_byte_seconds) as exchange.clock:
                 exchange.body = await read_body(exchange.request, self._limits.body)
-                exchange.model = model_of(exchange.path, exchange.request.headers, exchange.body)
-                return await self._with_retry(exchange)
+                ask = self._router.ask(exchange.path, exchange.request.headers, exchange.body, exchange.key)
+                exchange.ask = ask
+                return await self._with_retry(exchange, ask)
         except TimeoutError:
             error = exchange.error = exchange.error or self._too_slow(exchange)
         exchange.notes.append(error.message)
@@ -143,20 +162,20 @@ class Proxy:
             raise error
         return await self._break_off(exchange, exchange.response, error)
 
-    async def _with_retry(self, exchange: Exchange) -> web.StreamResponse:
-        worker = self._workers.pick(exchange.model)
+    async def _with_retry(self, exchange: Exchange, ask: Ask) -> web.StreamResponse:
+        worker = await self._router.take(ask)
         try:
-            return await self._attempt(exchange, worker)
+            return await self._attempt(exchange, ask, worker)
         except _WorkerFailedError as failure:
             worker.mark_down(str(failure)) if failure.unsent else worker.suspect()
             exchange.notes.append(f"{worker.url}: {failure}")
-            other = self._workers.alternatives(exchange.model, worker)
+            other = self._router.alternatives(ask, worker)
             if not self._may_repeat(exchange, failure) or (failure.unsent and not other):
                 raise _failed(failure) from None
             self._metrics.retries.labels(worker.url).inc()
-        second = self._workers.pick(exchange.model, without=worker if other else None)
+        second = self._router.take_again(ask, worker)
         try:
-            return await self._attempt(exchange, second)
+            return await self._attempt(exchange, ask, second)
         except _WorkerFailedError as failure:
             second.mark_down(str(failure)) if failure.unsent else second.suspect()
             exchange.notes.append(f"{second.url}: {failure}")
@@ -172,18 +191,18 @@ class Proxy:
     def _may_repeat(self, exchange: Exchange, failure: _WorkerFailedError) -> bool:
         return failure.unsent or exchange.request.method in ("GET", "HEAD") or exchange.path in _REPEATABLE
 
-    async def _attempt(self, exchange: Exchange, worker: Worker) -> web.StreamResponse:
+    async def _attempt(self, exchange: Exchange, ask: Ask, worker: Worker) -> web.StreamResponse:
+        """`worker` holds a place for it, which is given back here."""
         exchange.worker = worker
         series = self._series(exchange)
-        worker.outstanding.add(1)
         series.running.inc()
         upstream: aiohttp.ClientResponse | None = None
         try:
-            upstream = await self._send(exchange, worker)
+            upstream = await self._send(exchange, worker, self._router.bytes_for(ask, worker))
             first = await self._first_chunk(upstream)
             return await self._pass_on(exchange, upstream, first, series)
         finally:
-            worker.outstanding.add(-1)
+            self._router.release(worker)
             series.running.dec()
             if upstream is not None:
                 upstream.close()
@@ -191,19 +210,19 @@ class Proxy:
                 exchange.tokens.end()
                 exchange.tokens = None
 
-    async def _send(self, exchange: Exchange, worker: Worker) -> aiohttp.ClientResponse:
+    async def _send(self, exchange: Exchange, worker: Worker, body: bytes) -> aiohttp.ClientResponse:
         request = exchange.request
         headers = headers_to_worker(request.headers)
         headers.setdefault(REQUEST_ID, exchange.request_id)
         if self._make_traces:
             exchange.trace = trace.begin(headers)
-        body = exchange.body if len(exchange.body) <= _SHARED_BODY else io.BytesIO(exchange.body)
+        data = body if len(body) <= _SHARED_BODY else io.BytesIO(body)
         try:
             return await worker.session.request(
                 request.method,
                 worker.target(exchange.target),
                 headers=headers,
-                data=body or None,
+                data=data if body else None,
                 allow_redirects=False,
             )
         except _FAILURES as error:
@@ -296,7 +315,8 @@ class Proxy:
         worker = exchange.worker
         if worker is None:
             return "", ""
-        return (exchange.model if exchange.model in worker.models else "") or "", worker.url
+        model = exchange.ask.model if exchange.ask else None
+        return (model if model in worker.models else "") or "", worker.url
 
     def _account(self, exchange: Exchange, status: int) -> None:
         model, worker = self._labels(exchange)
@@ -315,7 +335,7 @@ class Proxy:
                 "path": quoted(exchange.path),
                 "status": status,
                 "request_id": quoted(exchange.request_id),
-                "model": quoted(exchange.model or "-"),
+                "model": quoted((exchange.ask.body.model if exchange.ask else None) or "-"),
                 "worker": worker or "-",
                 "bytes_in": len(exchange.body),
                 "bytes_out": exchange.bytes_out,

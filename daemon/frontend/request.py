@@ -1,21 +1,18 @@
-"""What must be known of a client's request to pass it on: its body whole, its model, its headers end to end.
+"""What must be taken from a client's request to pass it on: its body whole, its path, its headers end to end.
 
-Nothing here changes a byte of the body.
+Nothing here looks into the body; `bodies` does.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 from urllib.parse import unquote
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
 from multidict import CIMultiDict, CIMultiDictProxy
-from pydantic import BaseModel, ValidationError
 
 from syshaxd.frontend.errors import ApiError, Kind, quoted
 
@@ -33,15 +30,8 @@ HOP_BY_HOP = frozenset(
     )
 )
 _OURS_TO_SET = frozenset(("host", "content-length", "expect"))
-JSON_PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
-"""Their bodies are JSON whatever the content type says."""
 OUTSIDE_V1 = frozenset(f"/{name}" for name in ("tokenize", "detokenize", "pooling", "classify", "score", "rerank"))
 """What vLLM offers to clients beside /v1/."""
-_FORM_MODEL = re.compile(rb'\bname="model"[^\r\n]*\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,256})\r\n')
-
-
-class _Head(BaseModel):
-    model: Any = None
 
 
 async def read_body(request: web.BaseRequest, limit: int) -> bytes:
@@ -70,33 +60,6 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
 
 def _too_large(limit: int) -> ApiError:
     return ApiError(Kind.TOO_LARGE, f"The request's body is larger than the limit of {limit} bytes (limits.body).")
-
-
-def model_of(path: str, headers: Mapping[str, str], body: bytes) -> str | None:
-    """The model that a body names, None where it names none. `ApiError` 400 for malformed JSON."""
-    kind = headers.get("Content-Type", "").lower()
-    if headers.get("Content-Encoding", "identity").lower() != "identity":
-        return None
-    if path in JSON_PATHS or ("json" in kind and body):
-        model = _json_model(body)
-        return model if isinstance(model, str) else None
-    if kind.startswith("multipart/form-data") and (found := _FORM_MODEL.search(body)):
-        return found[1].decode("utf-8", "replace")
-    return None
-
-
-def _json_model(body: bytes) -> Any:
-    try:
-        return _Head.model_validate_json(body).model
-    except ValidationError as error:
-        if error.errors(include_url=False, include_input=False)[0]["type"] != "json_invalid":
-            return None
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ApiError(Kind.BAD_JSON, f"The request's body is not valid JSON: {reason}.") from None
-    return value.get("model") if isinstance(value, dict) else None
 
 
 def path_of(request: web.BaseRequest) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The vLLM workers behind the front-end: which are ready, what they serve, which is least loaded.
+"""The vLLM workers behind the front-end: which are ready, what they serve, how many requests they have.
 
 Readiness is checked actively (GET /health, then /v1/models) and passively (a request that cannot connect), asks syshaxd
 for the worker's experts where that is known, and heals by itself. This file knows nothing of clients' requests beyond
@@ -8,11 +8,10 @@ their count.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import hashlib
 import logging
 import os
 import socket
-from collections.abc import Iterable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -24,8 +23,8 @@ from yarl import URL
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.daemon_view import DaemonView, Experts
-from syshaxd.frontend.errors import ApiError, Kind, quoted
 from syshaxd.frontend.metrics import Metrics
+from syshaxd.frontend.pace import Pace
 
 log = logging.getLogger("syshax.api")
 _KEEPALIVE_SECONDS = 4.0
@@ -40,9 +39,15 @@ class _Listed(BaseModel):
 class Worker:
     """One worker: its connections, its state and how many of our requests it is answering."""
 
-    def __init__(self, url: str, config: ApiConfig, metrics: Metrics, board: Board) -> None:
-        self.url = url
+    def __init__(self, url: str, group: str, config: ApiConfig, metrics: Metrics, board: Board) -> None:
+        """`group`: the name of a group of the configuration."""
+        self.url, self.group = url, group
+        self.seed = int.from_bytes(hashlib.blake2b(url.encode(), digest_size=8).digest(), "little")
+        """Tells it from others in hashes of conversations."""
+        self.pace = Pace()
         self.ready = False
+        self.draining = False
+        """It finishes what it has and gets nothing new."""
         self.reason = "not checked yet"
         self.models: dict[str, dict[str, Any]] = {}
         """Model id -> its object as the worker lists it; kept while the worker is away."""
@@ -75,6 +80,10 @@ class Worker:
             max_line_size=config.limits.header,
             max_field_size=config.limits.header,
         )
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.ready and not self.draining
 
     def target(self, path: str) -> URL:
         """The URL of a path with its query, both as the client wrote them."""
@@ -183,11 +192,12 @@ class Workers:
 
     def __init__(self, config: ApiConfig, metrics: Metrics, board: Board) -> None:
         self.all = [
-            Worker(url, config, metrics, board) for group in config.worker_groups().values() for url in group.workers
+            Worker(url, name, config, metrics, board)
+            for name, group in config.worker_groups().items()
+            for url in group.workers
         ]
         self.view = DaemonView(config.daemon.view_socket)
         self._daemon_seen = metrics.daemon_seen
-        self._turns = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -228,47 +238,3 @@ class Workers:
             return ""
         reasons = "; ".join(dict.fromkeys(worker.reason for worker in self.all))
         return f"no worker is ready ({len(self.all)} configured): {reasons}"
-
-    def pick(self, model: str | None, without: Worker | None = None) -> Worker:
-        """The ready worker with the least outstanding requests that serves `model` (None: any model).
-
-        Raises `ApiError`: 503 when no worker is ready or none that serves the model is, 404 for an unknown model,
-        400 when no model is named and the workers serve several.
-        """
-        if reason := self.unready_reason():
-            raise ApiError(Kind.NOT_READY, f"{reason}.", headers=(("Retry-After", "1"),))
-        if model is None:
-            self._check_one_model()
-        found = [w for w in self.all if w.ready and w is not without and (model is None or model in w.models)]
-        if not found:
-            raise self._not_served(model)
-        best = min(found, key=lambda worker: (worker.outstanding.total(), worker.turn))
-        best.turn = next(self._turns)
-        return best
-
-    def alternatives(self, model: str | None, without: Worker) -> bool:
-        """Whether another ready worker could answer as well."""
-        return any(w.ready and w is not without and (model is None or model in w.models) for w in self.all)
-
-    def _check_one_model(self) -> None:
-        served: Iterable[frozenset[str]] = {frozenset(worker.models) for worker in self.all if worker.ready}
-        if len(list(served)) > 1:
-            raise ApiError(
-                Kind.MODEL_MISSING,
-                f"This request must name its model; known models: {_names(self.models())}.",
-                param="model",
-            )
-
-    def _not_served(self, model: str | None) -> ApiError:
-        if model is None or any(model in worker.models for worker in self.all):
-            which = "the request" if model is None else f"the model `{quoted(model)}`"
-            return ApiError(Kind.NOT_READY, f"No worker that serves {which} is ready.", headers=(("Retry-After", "1"),))
-        message = f"The model `{quoted(model)}` does not exist. Known models: {_names(self.models())}."
-        unseen = sum(not worker.models for worker in self.all)
-        if unseen:
-            message += f" {unseen} of {len(self.all)} workers have not answered yet."
-        return ApiError(Kind.NO_MODEL, message, param="model")
-
-
-def _names(models: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in models) or "none"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+import tomli_w
 from aiohttp import web
 
 from syshaxd.frontend.app import App
+from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.keys import KeyRing
 from syshaxd.frontend.server import make_server
@@ -133,9 +136,9 @@ class Front:
         self.port: int = runner.addresses[0][1]
         self.url = f"http://127.0.0.1:{self.port}"
 
-    async def chat(self, model: str | None = "m", **fields: Any) -> aiohttp.ClientResponse:
+    async def chat(self, model: str | None = "m", key: str | None = None, **fields: Any) -> aiohttp.ClientResponse:
         body = {"messages": [], **fields} if model is None else {"model": model, "messages": [], **fields}
-        return await self.session.post("/v1/chat/completions", json=body)
+        return await self.session.post("/v1/chat/completions", json=body, headers=bearer(key) if key else None)
 
     async def until_ready(self, count: int) -> None:
         await until(lambda: sum(worker.ready for worker in self.app.workers.all) >= count)
@@ -162,13 +165,29 @@ async def error_of(response: aiohttp.ClientResponse, status: int, code: str) -> 
     return dict(error)
 
 
+def write_keys(path: Path, keys: Mapping[str, Mapping[str, Any]]) -> Path:
+    """A keys file: key -> what it may do; the names are made up."""
+    rows = {
+        f"key{number}": {"sha256": hashlib.sha256(key.encode()).hexdigest(), **may}
+        for number, (key, may) in enumerate(keys.items())
+    }
+    path.write_text(tomli_w.dumps({"keys": rows}))
+    return path
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
 FAST = {"health": {"interval_seconds": 0.2, "retry_seconds": 0.05, "timeout_seconds": 0.5}}
 
 
 @asynccontextmanager
-async def running_front(*urls: str, keys: Path | None = None, **settings: Any) -> AsyncIterator[Front]:
+async def running_front(
+    *urls: str, keys: Path | None = None, board: Board | None = None, **settings: Any
+) -> AsyncIterator[Front]:
     config = ApiConfig.model_validate({"workers": list(urls), **FAST, **settings})
-    app = App(config, KeyRing(keys) if keys else None)
+    app = App(config, KeyRing(keys) if keys else None, board)
     runner = web.ServerRunner(make_server(app, config), shutdown_timeout=0.2)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

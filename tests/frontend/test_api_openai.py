@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 from aiohttp import web
-from front_fixtures import Setup, cut_after, silent, streaming, until
+from front_fixtures import Setup, cut_after, silent, streaming, until, write_keys
 
 
 def chunk(text: str) -> bytes:
@@ -51,7 +51,7 @@ async def test_the_openai_client(setup: Setup) -> None:
 
 
 async def test_errors_arrive_as_the_clients_classes(setup: Setup, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("right\n")
+    write_keys(tmp_path / "keys", {"right": {}})
     worker = await setup.worker()
     front = await setup.front(worker, keys=tmp_path / "keys", limits={"body": 4096, "requests": 1})
     base = f"{front.url}/v1"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from front_fixtures import Setup, streaming, until
+from front_fixtures import Setup, streaming, until, write_keys
 
 from syshaxd.frontend.__main__ import main
 from syshaxd.frontend.config import EXAMPLE_HEADING, ApiConfig
@@ -176,8 +176,7 @@ async def test_no_request_that_was_taken_in_is_lost_when_stopped_under_load(setu
 
 async def test_sighup_reads_the_keys_again(setup: Setup, tmp_path: Path) -> None:
     worker = await setup.worker()
-    keys = tmp_path / "keys"
-    keys.write_text("one\n")
+    keys = write_keys(tmp_path / "keys", {"one": {}})
     arguments = ["--port", "0", "--worker", worker.url, "--keys-file", str(keys)]
     async with api(*arguments) as server, aiohttp.ClientSession() as session:
         await server.ready()
@@ -187,7 +186,7 @@ async def test_sighup_reads_the_keys_again(setup: Setup, tmp_path: Path) -> None
                 return response.status
 
         assert (await status("one"), await status("two")) == (200, 401)
-        keys.write_text("two\n")
+        write_keys(keys, {"two": {}})
         server.process.send_signal(signal.SIGHUP)
         await until(lambda: "SIGHUP: 1 API keys" in server.log)
         assert (await status("one"), await status("two")) == (401, 200)
@@ -264,7 +263,11 @@ async def test_an_occupied_port_is_one_clear_line() -> None:
         ([], "[timeouts]\ndrain = 3", "nearest valid key: timeouts.drain_seconds"),
         ([], "port = 70000", "api.toml: port: input should be less than or equal to 65535 (value: 70000)"),
         ([], "port =", "not valid TOML"),
-        (["--worker", "http://h:1", "--keys-file", "/nonexistent/keys"], "", "keys_file /nonexistent/keys"),
+        (
+            ["--worker", "http://h:1", "--keys-file", "/nonexistent/keys"],
+            "",
+            "keys_file /nonexistent/keys: no such",
+        ),
         ([], "[groups.fast]\npriority = 'normal'", "error: no worker to pass requests to"),
         (["--worker", "http://h:1"], "[groups.default]", "api.toml: groups.default: `workers` makes a group"),
         (["--worker", "http://h:1"], "[groups.a]\nworkers = ['http://h:1']", "worker http://h:1 is in workers already"),

@@ -10,7 +10,7 @@ import time
 import aiohttp
 import pytest
 from aiohttp import web
-from front_fixtures import Setup, error_of, silent, until
+from front_fixtures import Setup, error_of, silent, until, write_keys
 
 from syshaxd.frontend.app import ROUTES
 
@@ -150,8 +150,7 @@ async def test_a_restarted_worker_is_used_again_within_a_second(setup: Setup) ->
 
 async def test_every_route_of_every_table_is_closed_without_a_key(setup: Setup) -> None:
     """Seen: keys asked for by a path's prefix, and routes added later left open. The tables of routes are the list."""
-    keys = setup.folder / "keys"
-    keys.write_text("sk-right\n")
+    keys = write_keys(setup.folder / "keys", {"sk-right": {}})
     worker = await setup.worker()
     front = await setup.front(worker, keys=keys)
     for path, methods in ROUTES.items():

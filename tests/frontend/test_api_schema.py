@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from front_fixtures import FakeWorker, running_front
+from front_fixtures import FakeWorker, running_front, write_keys
 from hypothesis import HealthCheck, Phase, settings
 from schemathesis.checks import CHECKS, load_all_checks
 
@@ -34,8 +34,7 @@ NAMES = [name for name in CHECKS.get_all_names() if name not in ("negative_data_
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A front-end and a worker in a thread of their own, since schemathesis calls from a loop-less one."""
-    keys = tmp_path_factory.mktemp("keys") / "keys"
-    keys.write_text(f"{KEY}\n")
+    keys = write_keys(tmp_path_factory.mktemp("keys") / "keys", {KEY: {}})
     started: list[str] = []
     ready, loop = threading.Event(), asyncio.new_event_loop()
     leave = asyncio.Event()
