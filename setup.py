@@ -93,7 +93,7 @@ client_only = {"distclass": ClientDistribution} if CLIENT_ONLY else {}
 setup(
     packages=packages,
     package_dir={"syshax": "client", "syshaxd": "daemon"},
-    package_data={"syshax": ["py.typed"], "syshaxd": ["py.typed", "*.pyi", "bench/targets.toml"]},
+    package_data={"syshax": ["py.typed"], "syshaxd": ["py.typed", "*.pyi", "bench/targets.toml", "frontend/static/*"]},
     ext_modules=[Extension("syshax._client" if CLIENT_ONLY else "syshaxd._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild, **({"bdist_wheel": ClientWheel} if CLIENT_ONLY else {})},
     **client_only,

@@ -52,7 +52,7 @@ rm -rf "$private/python" "$private/vendor"
 install -d -m 0755 "$private/python" "$private/vendor" "$private/operators"
 copy_package() {  # copy_package FOLDER NAME
     install -d -m 0755 "$private/python/$2"
-    (cd "$1" && find . -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.toml' -o -name py.typed \) -print0 | sort -z |
+    (cd "$1" && find . -type f \( -name '*.py' -o -name '*.pyi' -o -name '*.toml' -o -name py.typed -o -path './frontend/static/*' \) -print0 | sort -z |
         tar -c --null -T - --mode='u=rwX,go=rX' --owner=0 --group=0) | tar -x -C "$private/python/$2"
 }
 copy_package daemon syshaxd

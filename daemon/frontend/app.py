@@ -16,6 +16,7 @@ from aiohttp import web
 from syshaxd.frontend import metrics as metrics_module
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.console import EVENTS, Console, page
 from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
 from syshaxd.frontend.keys import Key, KeyRing
 from syshaxd.frontend.metrics import Metrics
@@ -49,6 +50,7 @@ class App:
         self.workers = Workers(config, self.metrics, board)
         self.router = Router(config, self.workers, self.metrics, board)
         self.proxy = Proxy(config, self.router, self.metrics, board)
+        self.console = Console(self.metrics, self.workers, lambda: self.proxy.draining)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request; every error is an OpenAI error object."""
@@ -69,6 +71,8 @@ class App:
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         path, _ = path_of(request)
+        if (static := page(path, request.method)) is not None:
+            return static
         key = None if self.keys is None else self.keys.find(request.headers.get("Authorization"))
         if key is None and self.keys is not None and path not in OPEN_PATHS:
             raise ApiError(
@@ -76,7 +80,7 @@ class App:
                 "A valid API key is needed: send it as `Authorization: Bearer KEY`.",
                 headers=(("WWW-Authenticate", "Bearer"),),
             )
-        methods = ROUTES.get(path)
+        methods = ROUTES.get(path) or PAGES.get(path)
         if methods is None:
             if not path.startswith("/v1/") or not is_plain(path):
                 raise ApiError(Kind.NO_ROUTE, f"There is no {request.method} {quoted(path)}.")
@@ -146,6 +150,10 @@ class App:
         """Passed to a worker."""
         return await self.proxy.forward(request, key)
 
+    async def console_events(self, request: web.BaseRequest, key: Key | None) -> web.StreamResponse:
+        """What the console shows, live."""
+        return await self.console.events(request)
+
     def _check_ready(self) -> None:
         if reason := self.workers.unready_reason():
             raise ApiError(Kind.NOT_READY, f"{reason}.", headers=(("Retry-After", "1"),))
@@ -162,6 +170,8 @@ ROUTES: dict[str, dict[str, Handler]] = {
     **{path: {"POST": App.forward} for path in sorted(OUTSIDE_V1)},
 }
 """Path -> method -> handler."""
+PAGES: dict[str, dict[str, Handler]] = {EVENTS: {"GET": App.console_events}}
+"""What is there for people's browsers and no part of the API; the pages themselves are `console.page`'s."""
 MODEL_ROUTE: dict[str, Handler] = {"GET": App.model}
 """/v1/models/NAME."""
 ANY_ROUTE: dict[str, Handler] = {"*": App.forward}

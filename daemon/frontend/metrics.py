@@ -19,8 +19,9 @@ from syshaxd.frontend.instruments import Counter, Gauge, Histogram, Instruments
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 NO_KEY = "normal"
 """The priority of requests without a key."""
-_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
-_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640, 2560)
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+"""Buckets of seconds."""
 _LABELS = ("model_name", "worker", "priority")
 
 
@@ -52,26 +53,26 @@ class Metrics:
     def __init__(self, board: Board) -> None:
         self.registry = CollectorRegistry()
         made = Instruments(board)
+        self.learn = made.learn
+        """Before series are read that other processes may have made."""
         self.registry.register(made)
-        self._running = made.gauge("vllm:num_requests_running", "Requests that a worker is answering.", _LABELS)
-        self._waiting = made.gauge("vllm:num_requests_waiting", "Requests that wait for a worker.", _LABELS)
-        self._queue_time = made.histogram(
-            "vllm:request_queue_time_seconds", "Waiting for a worker, of requests that got one.", _LABELS, _LONG
+        self.running = made.gauge("vllm:num_requests_running", "Requests that a worker is answering.", _LABELS)
+        self.waiting = made.gauge("vllm:num_requests_waiting", "Requests that wait for a worker.", _LABELS)
+        self.queue_time = made.histogram(
+            "vllm:request_queue_time_seconds", "Waiting for a worker, of requests that got one.", _LABELS, LONG
         )
-        self._first_token = made.histogram(
-            "vllm:time_to_first_token_seconds", "Of streams: from arrival to the first chunk.", _LABELS, _LONG
+        self.first_token = made.histogram(
+            "vllm:time_to_first_token_seconds", "Of streams: from arrival to the first chunk.", _LABELS, LONG
         )
-        self._between_tokens = made.histogram(
-            "vllm:inter_token_latency_seconds", "Of streams: between chunks.", _LABELS, _SHORT
+        self.between_tokens = made.histogram(
+            "vllm:inter_token_latency_seconds", "Of streams: between chunks.", _LABELS, SHORT
         )
-        self._whole = made.histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last byte.", _LABELS, _LONG
-        )
-        self._prompt_tokens = made.counter("vllm:prompt_tokens", "Of answers that tell their usage.", _LABELS)
-        self._generation_tokens = made.counter(
+        self.whole = made.histogram("vllm:e2e_request_latency_seconds", "From arrival to the last byte.", _LABELS, LONG)
+        self.prompt_tokens = made.counter("vllm:prompt_tokens", "Of answers that tell their usage.", _LABELS)
+        self.generation_tokens = made.counter(
             "vllm:generation_tokens", "By usage; of streams without it: their events.", _LABELS
         )
-        self._requests = made.counter(
+        self.requests = made.counter(
             "syshax_api_requests", "Requests by outcome.", ("model_name", "worker", "priority", "status")
         )
         self._bytes_in = made.counter("syshax_api_request_bytes", "Bytes of request bodies.", _LABELS)
@@ -94,22 +95,22 @@ class Metrics:
     def _series(self, model: str, worker: str, priority: str = NO_KEY) -> Series:
         labels = (model, worker, priority)
         return Series(
-            self._running.labels(*labels),
-            self._first_token.labels(*labels),
-            self._between_tokens.labels(*labels),
-            self._whole.labels(*labels),
-            self._prompt_tokens.labels(*labels),
-            self._generation_tokens.labels(*labels),
+            self.running.labels(*labels),
+            self.first_token.labels(*labels),
+            self.between_tokens.labels(*labels),
+            self.whole.labels(*labels),
+            self.prompt_tokens.labels(*labels),
+            self.generation_tokens.labels(*labels),
             self._bytes_in.labels(*labels),
             self._bytes_out.labels(*labels),
         )
 
     def _queue(self, model: str, priority: str = NO_KEY) -> QueueSeries:
         labels = (model, "", priority)
-        return QueueSeries(self._waiting.labels(*labels), self._queue_time.labels(*labels))
+        return QueueSeries(self.waiting.labels(*labels), self.queue_time.labels(*labels))
 
     def _request(self, model: str, worker: str, status: int, priority: str = NO_KEY) -> Counter:
-        return self._requests.labels(model, worker, priority, str(status))
+        return self.requests.labels(model, worker, priority, str(status))
 
     def render(self) -> bytes:
         """The exposition text."""
