@@ -13,7 +13,8 @@ from syshax.errors import SyshaxError
 from syshaxd.config import LoggingConfig
 from syshaxd.frontend.config import DEFAULT_FILE, PRIORITIES, load_config
 from syshaxd.frontend.keys import new_key
-from syshaxd.frontend.process import run
+from syshaxd.frontend.process import Process, run_loop
+from syshaxd.frontend.supervisor import Supervisor
 from syshaxd.logs import set_up_logging
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -51,7 +52,11 @@ def serve(
         typer.echo("configuration is valid")
         return
     set_up_logging(LoggingConfig(level=settings.logging.level, format=settings.logging.format), "syshax-api")
-    raise typer.Exit(run(settings))
+
+    async def run() -> int:
+        return await (Process(settings) if settings.processes == 1 else Supervisor(settings)).run()
+
+    raise typer.Exit(run_loop(run))
 
 
 @app.command("new-key")

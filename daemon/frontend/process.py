@@ -136,12 +136,3 @@ def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     raise_file_limit()
     with asyncio.Runner(loop_factory=factory) as runner:
         return runner.run(main())
-
-
-def run(config: ApiConfig) -> int:
-    """Until a signal; the exit status. `ConfigError` for keys or addresses that do not work."""
-
-    async def main() -> int:
-        return await Process(config).run()
-
-    return run_loop(main)

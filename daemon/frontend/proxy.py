@@ -33,6 +33,8 @@ from syshaxd.frontend.workers import Worker, describe
 
 log = logging.getLogger("syshax.api")
 REQUEST_ID = "x-request-id"
+IN_PROGRESS = "requests in progress"
+"""The board's cell of requests that are passed on or wait."""
 _SHARED_BODY = 1 << 20
 """Larger bodies go out in pieces instead of being copied whole into the transport's buffer."""
 _REPEATABLE = OUTSIDE_V1.union(
@@ -99,7 +101,7 @@ class Proxy:
         self._make_traces = config.tracing.make
         self._router = router
         self._metrics = metrics
-        self._in_progress = board.cell("requests in progress")
+        self._in_progress = board.cell(IN_PROGRESS)
         self.active: set[Exchange] = set()
         self.draining = False
         """Answers from now on tell their connection's end."""

@@ -8,12 +8,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
 import pytest
+from api_program import API, api
 from front_fixtures import Setup, streaming, until, write_keys
 
 from syshaxd.frontend.__main__ import main
@@ -21,7 +21,6 @@ from syshaxd.frontend.config import EXAMPLE_HEADING, ApiConfig
 from syshaxd.settings import example_toml
 
 EVENT = b"data: 1\n\n"
-API = [sys.executable, "-m", "syshaxd.frontend"]
 
 
 async def output_of(*arguments: str) -> tuple[int, str]:
@@ -48,53 +47,6 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return int(left.value.code or 0), printed.out + printed.err
 
     return run
-
-
-class Api:
-    """syshax-api as a process of its own."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self.url = ""
-
-    async def follow(self) -> None:
-        assert self.process.stderr is not None
-        async for line in self.process.stderr:
-            self.lines.append(line.decode().rstrip())
-            if "listening on " in self.lines[-1]:
-                self.url = self.lines[-1].split("listening on ")[1]
-
-    @property
-    def log(self) -> str:
-        return "\n".join(self.lines)
-
-    async def ready(self) -> None:
-        await until(lambda: bool(self.url) or self.process.returncode is not None, 30)
-        assert self.url, self.log
-        await until(lambda: " is ready: " in self.log, 10)
-
-    async def ended(self, seconds: float) -> int:
-        async with asyncio.timeout(seconds):
-            return await self.process.wait()
-
-
-@asynccontextmanager
-async def api(
-    *arguments: str, environment: dict[str, str] | None = None, pass_fds: tuple[int, ...] = ()
-) -> AsyncIterator[Api]:
-    process = await asyncio.create_subprocess_exec(
-        *API, *arguments, stderr=asyncio.subprocess.PIPE, env={**os.environ, **(environment or {})}, pass_fds=pass_fds
-    )
-    started = Api(process)
-    follower = asyncio.create_task(started.follow())
-    try:
-        yield started
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        await follower
 
 
 async def test_sigterm_finishes_streams_and_exits_0(setup: Setup, tmp_path: Path) -> None:

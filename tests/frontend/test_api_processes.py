@@ -1,0 +1,199 @@
+"""`processes = N`: equal shares, right sums, and what is lost when a process dies, hangs or runs out of descriptors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from api_program import Api, api
+from front_fixtures import FakeWorker, Setup, streaming, until
+
+EVENT = b"data: 1\n\n"
+BODY = {"model": "m"}
+
+
+@asynccontextmanager
+async def several(
+    setup: Setup, worker: FakeWorker, more: str = "", processes: int = 2, **options: object
+) -> AsyncIterator[Api]:
+    config = setup.folder / "api.toml"
+    head = f'port = 0\nprocesses = {processes}\nworkers = ["{worker.url}"]\n'
+    config.write_text(f'{head}[daemon]\nview_socket = ""\n[timeouts]\ndrain_seconds = 5\n{more}')
+    async with api("--config", str(config), **options) as server:  # type: ignore[arg-type]
+        await server.ready()
+        yield server
+
+
+async def one_request(server: Api, path: str = "/v1/completions") -> tuple[int, bytes]:
+    """On a connection of its own."""
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        method = (
+            session.post(f"{server.url}{path}", json=BODY)
+            if path.startswith("/v1")
+            else session.get(f"{server.url}{path}")
+        )
+        async with method as response:
+            return response.status, await response.read()
+
+
+async def metric(server: Api, name: str) -> float:
+    """The sum over its labels."""
+    _, text = await one_request(server, "/metrics")
+    found = [line for line in text.decode().splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def descriptors(pid: int) -> list[Path]:
+    return list(Path(f"/proc/{pid}/fd").iterdir())
+
+
+async def clients_of(server: Api, number: int) -> list[asyncio.StreamWriter]:
+    """So many connections that say nothing."""
+    return [(await asyncio.open_connection(*server.address()))[1] for _ in range(number)]
+
+
+async def test_shares_are_equal_and_limits_and_metrics_are_those_of_all(setup: Setup) -> None:
+    worker = await setup.worker()
+    worker.answer = streaming(EVENT, forever=True)
+    async with several(setup, worker, "[limits]\nrequests = 10\nconnections = 40\n") as server:
+        before = [len(descriptors(pid)) for pid in server.children()]
+        idle = await clients_of(server, 20)
+        await asyncio.sleep(0.2)
+        grown = [len(descriptors(pid)) - old for pid, old in zip(server.children(), before, strict=True)]
+        assert grown == [10, 10]
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            streams = [await session.post(f"{server.url}/v1/completions", json=BODY) for _ in range(10)]
+            assert [stream.status for stream in streams] == [200] * 10
+            for _ in range(4):
+                assert (await one_request(server))[0] == 429
+                assert await metric(server, "vllm:num_requests_running") == 10
+            idle += await clients_of(server, 10)
+            await asyncio.sleep(0.2)
+            status, body = await one_request(server, "/health")
+            assert status == 429 and b"limits.connections" in body
+            for writer in idle:
+                writer.close()
+            for stream in streams:
+                stream.close()
+        await asyncio.sleep(0.2)
+        assert await metric(server, "vllm:num_requests_running") == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.ended(8) == 0
+        assert "Traceback" not in server.log, server.log
+
+
+async def test_a_killed_process_loses_its_own_streams_only_and_is_replaced(setup: Setup) -> None:
+    worker = await setup.worker()
+    worker.answer = streaming(*[EVENT] * 20, pause=0.1)
+    async with several(setup, worker) as server, aiohttp.ClientSession() as session:
+        streams = [await session.post(f"{server.url}/v1/completions", json=BODY) for _ in range(4)]
+        victim, other = server.children()
+        os.kill(victim, signal.SIGKILL)
+        for _ in range(10):
+            assert (await one_request(server, "/health"))[0] == 200
+        broken = whole = 0
+        for stream in streams:
+            try:
+                whole += await stream.read() == EVENT * 20
+            except aiohttp.ClientPayloadError:
+                broken += 1
+        assert (broken, whole) == (2, 2)
+        await until(lambda: len(server.children()) == 2 and victim not in server.children(), 10)
+        assert other in server.children() and "was ended by SIGKILL; another takes its place" in server.log
+        await until(lambda: server.log.count(" is ready: ") == 3, 10)
+        assert await metric(server, "vllm:num_requests_running") == 0
+        assert await metric(server, "syshax_api_requests_total") == 2, "those that finished"
+        worker.answer = streaming(EVENT)
+        assert [(await one_request(server))[0] for _ in range(6)] == [200] * 6
+        assert await metric(server, "syshax_api_requests_total") == 8
+
+
+async def test_a_process_that_hangs_is_killed_and_what_it_was_given_is_served(setup: Setup) -> None:
+    worker = await setup.worker()
+    worker.answer = streaming(EVENT)
+    async with several(setup, worker, environment={"WATCHDOG_USEC": "1500000"}) as server:
+        victim = server.children()[0]
+        os.kill(victim, signal.SIGSTOP)
+        answers = await asyncio.gather(*(one_request(server) for _ in range(8)))
+        assert answers == [(200, EVENT)] * 8
+        await until(lambda: len(server.children()) == 2 and victim not in server.children(), 10)
+        assert "has not answered for" in server.log
+
+
+async def test_a_process_without_descriptors_gives_way(setup: Setup) -> None:
+    worker = await setup.worker()
+    worker.answer = streaming(EVENT)
+    async with several(setup, worker) as server:
+        poor = server.children()[0]
+        resource.prlimit(poor, resource.RLIMIT_NOFILE, (len(descriptors(poor)), 4096))
+        assert [await one_request(server) for _ in range(8)] == [(200, EVENT)] * 8
+        resource.prlimit(poor, resource.RLIMIT_NOFILE, (4096, 4096))
+
+
+async def test_without_a_supervisor_processes_finish_and_end(setup: Setup) -> None:
+    worker = await setup.worker()
+    worker.answer = streaming(*[EVENT] * 10, pause=0.05)
+    async with several(setup, worker) as server, aiohttp.ClientSession() as session:
+        streams = [await session.post(f"{server.url}/v1/completions", json=BODY) for _ in range(2)]
+        left = server.children()
+        server.process.kill()
+        assert [await stream.read() for stream in streams] == [EVENT * 10] * 2
+        await until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in left), 5)
+
+
+async def test_a_process_that_is_told_to_end_finishes_first(setup: Setup) -> None:
+    worker = await setup.worker()
+    worker.answer = streaming(*[EVENT] * 10, pause=0.05)
+    async with several(setup, worker) as server, aiohttp.ClientSession() as session:
+        streams = [await session.post(f"{server.url}/v1/completions", json=BODY) for _ in range(2)]
+        told = server.children()[0]
+        os.kill(told, signal.SIGTERM)
+        assert [await stream.read() for stream in streams] == [EVENT * 10] * 2
+        await until(lambda: len(server.children()) == 2 and told not in server.children(), 10)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_no_request_fails_over_restarts_under_load(setup: Setup, processes: int) -> None:
+    """Handed-over socket, two restarts; clients that keep their connection and that do not, streams and others."""
+    worker = await setup.worker()
+    done = 0
+    ended = asyncio.Event()
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    async def client(number: int) -> None:
+        nonlocal done
+        connector = aiohttp.TCPConnector(force_close=number % 2 == 0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            while not ended.is_set():
+                body = {"model": "m", "stream": number % 4 < 2}
+                async with session.post(f"{url}/v1/completions", json=body) as response:
+                    assert response.status == 200 and await response.read() == expected
+                done += 1
+
+    expected = EVENT * 4
+    worker.answer = streaming(*[EVENT] * 4, pause=0.02)
+    clients: list[asyncio.Task[None]] = []
+    for life in range(3):
+        async with several(setup, worker, processes=processes, listener=listener) as server:
+            clients = clients or [asyncio.create_task(client(number)) for number in range(12)]
+            before = done
+            await asyncio.sleep(0.5)
+            assert done > before
+            if life == 2:
+                ended.set()
+                await asyncio.gather(*clients)
+            server.process.send_signal(signal.SIGTERM)
+            assert await server.ended(10) == 0
+            assert "Traceback" not in server.log, server.log
+    listener.close()
+    assert done >= 100
