@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -28,6 +28,8 @@ _CONVERSATION = {
     "/v1/responses": ("instructions", "input"),
 }
 """Routes whose workers keep caches by prefix, and the members of their bodies where the prefix is."""
+_MOST_STEPS = 200_000
+"""Brackets outside strings, and four for each member: a tenth of a second."""
 _HEAD_BYTES = 16384
 """Of a long beginning so much from either end tells it from others."""
 
@@ -79,7 +81,14 @@ class Body:
                 "With an alias as its model, or with this key, whose priority is put into it, a request's body must be "
                 "JSON in UTF-8 that is not compressed.",
             )
-        return _replaced_in_json(self.raw, model, priority)
+        try:
+            return _replaced_in_json(self.raw, model, priority)
+        except _TooLongError:
+            raise ApiError(
+                Kind.BAD_REQUEST,
+                "With an alias as its model, or with this key, whose priority is put into it, a request's body must "
+                f"not be nested so much: it has more than {_MOST_STEPS} brackets or members.",
+            ) from None
 
     def beginning(self, path: str, prompt_bytes: int) -> bytes:
         """What requests of one conversation have in common; empty where the route has no such thing.
@@ -89,13 +98,10 @@ class Body:
         wanted = _CONVERSATION.get(path)
         if wanted is None or self.form is not Form.JSON or not _is_utf8(self.raw):
             return b""
-        found: list[bytes] = []
-        for name, value, end in _members(self.raw, _object_at(self.raw)):
-            if name in wanted:
-                found.append(_leading(self.raw, value, end, prompt_bytes))
-                if len(found) == len(wanted):
-                    break
-        return b"".join(found)
+        try:
+            return _beginning(self.raw, wanted, prompt_bytes)
+        except _TooLongError:
+            return b""
 
 
 class _Head(BaseModel):
@@ -134,64 +140,72 @@ def _is_utf8(raw: bytes) -> bool:
     return b"\0" not in raw[:4] and not raw.startswith((b"\xff\xfe", b"\xfe\xff"))
 
 
-def _object_at(raw: bytes) -> int:
-    """Where the outermost object's brace is; the length of `raw` if it is no object."""
-    at = _past(_SPACE, raw, 3 if raw.startswith(_BOM) else 0)
-    return at if raw[at : at + 1] == b"{" else len(raw)
+class _TooLongError(Exception):
+    """A body that would take seconds to walk."""
 
 
-def _past(pattern: re.Pattern[bytes], raw: bytes, at: int) -> int:
-    found = pattern.match(raw, at)
-    assert found is not None, "the JSON was accepted by a parser"
-    return found.end()
+class _Walk:
+    """Over a JSON text that a parser has accepted: where members and items begin and end."""
 
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self._steps = _MOST_STEPS
+        at = self._past(_SPACE, 3 if raw.startswith(_BOM) else 0)
+        self.brace = at if raw[at : at + 1] == b"{" else -1
+        """Where the outermost object's brace is; -1: it is no object."""
 
-def _members(raw: bytes, brace: int) -> Iterator[tuple[str, int, int]]:
-    """(name, begin of its value, end of it) of each member of the object at `brace`, duplicates too."""
-    if brace >= len(raw):
-        return
-    at = _past(_SPACE, raw, brace + 1)
-    while raw[at] != 0x7D:
-        name_end = _past(_STRING, raw, at)
-        name = raw[at:name_end]
-        value = _past(_COLON, raw, name_end)
-        end = _value_end(raw, value)
-        yield json.loads(name) if b"\\" in name else name[1:-1].decode("utf-8", "replace"), value, end
-        at = _past(_COMMA, raw, end)
+    def _past(self, pattern: re.Pattern[bytes], at: int) -> int:
+        self._steps -= 1
+        if self._steps < 0:
+            raise _TooLongError
+        found = pattern.match(self.raw, at)
+        assert found is not None, "a parser has accepted it"
+        return found.end()
 
+    def members(self, brace: int) -> Iterator[tuple[str, int, int]]:
+        """(name, begin of its value, end of it) of each member of the object at `brace`, duplicates too."""
+        at = self._past(_SPACE, brace + 1)
+        while self.raw[at] != 0x7D:
+            name_end = self._past(_STRING, at)
+            name = self.raw[at:name_end]
+            value = self._past(_COLON, name_end)
+            end = self._value_end(value)
+            yield json.loads(name) if b"\\" in name else name[1:-1].decode("utf-8", "replace"), value, end
+            at = self._past(_COMMA, end)
 
-def _items(raw: bytes, bracket: int) -> Iterator[tuple[int, int]]:
-    at = _past(_SPACE, raw, bracket + 1)
-    while raw[at] != 0x5D:
-        end = _value_end(raw, at)
-        yield at, end
-        at = _past(_COMMA, raw, end)
+    def items(self, bracket: int) -> Iterator[tuple[int, int]]:
+        """(begin, end) of each item of the array at `bracket`."""
+        at = self._past(_SPACE, bracket + 1)
+        while self.raw[at] != 0x5D:
+            end = self._value_end(at)
+            yield at, end
+            at = self._past(_COMMA, end)
 
-
-def _value_end(raw: bytes, at: int) -> int:
-    first = raw[at]
-    if first == 0x22:
-        return _past(_STRING, raw, at)
-    if first not in b"{[":
-        return _past(_SCALAR, raw, at)
-    at, depth = at + 1, 1
-    while depth:
-        at = _past(_TO_BRACKET, raw, at)
-        depth += 1 if raw[at - 1] in b"{[" else -1
-    return at
+    def _value_end(self, at: int) -> int:
+        first = self.raw[at]
+        if first == 0x22:
+            return self._past(_STRING, at)
+        if first not in b"{[":
+            return self._past(_SCALAR, at)
+        at, depth = at + 1, 1
+        while depth:
+            at = self._past(_TO_BRACKET, at)
+            depth += 1 if self.raw[at - 1] in b"{[" else -1
+        return at
 
 
 def _replaced_in_json(raw: bytes, model: str | None, priority: int | None) -> bytes:
-    brace = _object_at(raw)
-    if brace >= len(raw):
+    walk = _Walk(raw)
+    if walk.brace < 0:
         return raw
     values = {}
     if model is not None:
         values["model"] = json.dumps(model).encode()
     if priority is not None:
         values["priority"] = str(priority).encode()
-    pieces, kept, seen, empty = [raw[: brace + 1]], brace + 1, set(), True
-    for name, begin, end in _members(raw, brace):
+    kept = walk.brace + 1
+    pieces, seen, empty = [raw[:kept]], set(), True
+    for name, begin, end in walk.members(walk.brace):
         empty = False
         if name in values:
             pieces += (raw[kept:begin], values[name])
@@ -202,16 +216,27 @@ def _replaced_in_json(raw: bytes, model: str | None, priority: int | None) -> by
     return b"".join((*pieces, raw[kept:]))
 
 
-def _leading(raw: bytes, value: int, end: int, prompt_bytes: int) -> bytes:
+def _beginning(raw: bytes, wanted: Collection[str], prompt_bytes: int) -> bytes:
+    walk = _Walk(raw)
+    found: list[bytes] = []
+    for name, value, end in walk.members(walk.brace) if walk.brace >= 0 else ():
+        if name in wanted:
+            found.append(_leading(walk, value, end, prompt_bytes))
+            if len(found) == len(wanted):
+                break
+    return b"".join(found)
+
+
+def _leading(walk: _Walk, value: int, end: int, prompt_bytes: int) -> bytes:
     """How a prompt (its first bytes) or a list of messages (to the first one of the user) begins."""
+    raw = walk.raw
     if raw[value] != 0x5B:
         return raw[value : min(end, value + prompt_bytes)]
-    last = value
-    for begin, last in _items(raw, value):  # noqa: B007 - the last one counts
+    last = value + 1
+    for begin, last in walk.items(value):  # noqa: B007 - the last one counts
         if raw[begin] != 0x7B:
             return raw[value : min(end, value + prompt_bytes)]
-        role = next((raw[at:to] for name, at, to in _members(raw, begin) if name == "role"), b"")
-        if role == b'"user"':
+        if next((raw[at:to] for name, at, to in walk.members(begin) if name == "role"), b"") == b'"user"':
             break
     if last - value <= 2 * _HEAD_BYTES:
         return raw[value:last]

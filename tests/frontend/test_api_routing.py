@@ -1,0 +1,205 @@
+"""Which worker answers: aliases, groups by priority, vLLM's priority, least load, affinity that is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from front_fixtures import FakeWorker, Setup, error_of, silent, until, write_keys
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syshaxd.frontend.routing import mixed, warmest
+
+RAW = b'{ "temperature":1e-07,"model" : "gpt-4o", "x":"\\u00e9\xc3\xa9",  "x":123456789012345678901234567890 }'
+
+
+def bodies(worker: FakeWorker) -> list[Any]:
+    return [json.loads(seen.body) for seen in worker.seen]
+
+
+async def test_an_alias_changes_the_model_and_no_other_byte(setup: Setup) -> None:
+    worker = await setup.worker("qwen3", "other")
+    front = await setup.front(worker, aliases={"gpt-4o": "qwen3", "whisper-1": "other"})
+    response = await front.session.post("/v1/chat/completions", data=RAW)
+    assert await response.read() == RAW.replace(b"gpt-4o", b"qwen3")
+    form = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n'
+    raw = form % (b"file", b"\x00\xff model") + form % (b"model", b"whisper-1") + b"--b--\r\n"
+    headers = {"Content-Type": "multipart/form-data; boundary=b"}
+    response = await front.session.post("/v1/audio/transcriptions", data=raw, headers=headers)
+    assert await response.read() == raw.replace(b"whisper-1", b"other")
+    for seen in worker.seen:
+        assert dict(seen.headers)["Content-Length"] == str(len(seen.body))
+    listed = await (await front.session.get("/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == ["qwen3", "other", "gpt-4o", "whisper-1"]
+    assert (await (await front.session.get("/v1/models/gpt-4o")).json())["id"] == "gpt-4o"
+    error = await error_of(await front.chat("gpt-5"), 404, "model_not_found")
+    assert "`gpt-4o`" in error["message"]
+
+
+async def test_an_alias_of_a_model_that_is_away_is_not_ready_and_not_listed(setup: Setup) -> None:
+    one, two = await setup.worker("a"), await setup.worker("b")
+    front = await setup.front(one, two, aliases={"x": "b"})
+    await two.stop()
+    await until(lambda: sum(worker.ready for worker in front.app.workers.all) == 1)
+    await error_of(await front.chat("x"), 503, "not_ready")
+    listed = await (await front.session.get("/v1/models")).json()
+    assert [model["id"] for model in listed["data"]] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("group_priorities", "expected"),
+    [
+        (["interactive", "normal", "batch"], [0, 1, 2]),
+        (["interactive", "batch"], [0, 1, 1]),
+        (["batch", "interactive"], [1, 0, 0]),
+        (["normal", "interactive"], [1, 0, 0]),
+        (["batch"], [0, 0, 0]),
+    ],
+)
+async def test_a_keys_priority_picks_the_nearest_group(
+    setup: Setup, tmp_path: Path, group_priorities: list[str], expected: list[int]
+) -> None:
+    workers = [await setup.worker() for _ in group_priorities]
+    groups = {
+        f"g{at}": {"workers": [worker.url], "priority": priority}
+        for at, (worker, priority) in enumerate(zip(workers, group_priorities, strict=True))
+    }
+    keys = write_keys(tmp_path / "keys", {name: {"priority": name} for name in ("interactive", "normal", "batch")})
+    front = await setup.front(keys=keys, groups=groups)
+    await front.until_ready(len(workers))
+    for priority, group in zip(("interactive", "normal", "batch"), expected, strict=True):
+        before = [len(worker.seen) for worker in workers]
+        assert (await front.chat(key=priority)).status == 200
+        assert [len(worker.seen) - n for worker, n in zip(workers, before, strict=True)] == [
+            int(at == group) for at in range(len(workers))
+        ]
+
+
+async def test_a_group_that_is_not_ready_is_replaced_by_the_nearest_one(setup: Setup, tmp_path: Path) -> None:
+    chat, nightly = await setup.worker(), await setup.worker()
+    keys = write_keys(tmp_path / "keys", {"k": {"priority": "interactive"}})
+    groups = {
+        "chat": {"workers": [chat.url], "priority": "interactive"},
+        "nightly": {"workers": [nightly.url], "priority": "batch"},
+    }
+    front = await setup.front(keys=keys, groups=groups)
+    await front.until_ready(2)
+    await chat.stop()
+    for _ in range(3):  # the first one finds the worker gone, and is sent to the other group
+        assert (await front.chat(key="k")).status == 200
+    assert len(nightly.seen) == 3
+
+
+async def test_vllms_priority_is_set_by_the_key_where_the_group_says_so(setup: Setup, tmp_path: Path) -> None:
+    plain, scheduled = await setup.worker("a"), await setup.worker("b")
+    names = ("interactive", "normal", "batch")
+    keys = write_keys(tmp_path / "keys", {name: {"priority": name} for name in names})
+    groups = {"plain": {"workers": [plain.url]}, "scheduled": {"workers": [scheduled.url], "vllm_priority": True}}
+    front = await setup.front(keys=keys, groups=groups)
+    await front.until_ready(2)
+    for name in names:
+        assert (await front.chat("a", key=name, priority=-5)).status == 200
+        assert (await front.chat("b", key=name)).status == 200
+        assert (await front.chat("b", key=name, priority=-5)).status == 200
+    assert [body["priority"] for body in bodies(plain)] == [-5, -5, -5]
+    assert [body["priority"] for body in bodies(scheduled)] == [0, 0, 10, 10, 20, 20]
+    headers = {"Content-Encoding": "gzip", "Authorization": "Bearer batch"}
+    await plain.stop()
+    await until(lambda: sum(worker.ready for worker in front.app.workers.all) == 1)
+    response = await front.session.post("/v1/chat/completions", data=b"\x1f\x8b", headers=headers)
+    await error_of(response, 400, "bad_request")
+
+
+async def test_without_keys_the_clients_priority_passes(setup: Setup) -> None:
+    worker = await setup.worker()
+    front = await setup.front(groups={"g": {"workers": [worker.url], "vllm_priority": True}})
+    await front.until_ready(1)
+    await front.chat(priority=7)
+    await front.chat()
+    assert [body.get("priority") for body in bodies(worker)] == [7, None]
+
+
+async def test_a_conversation_stays_on_one_worker(setup: Setup) -> None:
+    workers = [await setup.worker() for _ in range(4)]
+    front = await setup.front(*workers)
+    for number in range(16):
+        messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": f"question {number}"}]
+        for _ in range(3):
+            assert (await front.chat(messages=messages)).status == 200
+            messages += [{"role": "assistant", "content": "…"}, {"role": "user", "content": "and then?"}]
+    homes = {}
+    for at, worker in enumerate(workers):
+        for body in bodies(worker):
+            homes.setdefault(body["messages"][1]["content"], set()).add(at)
+    assert len(homes) == 16 and all(len(home) == 1 for home in homes.values())
+    assert len({min(home) for home in homes.values()}) > 1
+
+
+async def test_without_affinity_equals_take_turns(setup: Setup) -> None:
+    workers = [await setup.worker() for _ in range(3)]
+    front = await setup.front(*workers, affinity={"enabled": False})
+    for _ in range(6):
+        await front.chat(messages=[{"role": "user", "content": "the same"}])
+    assert [len(worker.seen) for worker in workers] == [2, 2, 2]
+
+
+async def test_no_worker_is_overloaded_for_the_sake_of_its_cache(setup: Setup) -> None:
+    workers = [await setup.worker() for _ in range(3)]
+    front = await setup.front(*workers)
+    for worker in workers:
+        worker.answer = silent
+    messages = [{"role": "user", "content": "the same"}]
+    requests = [asyncio.create_task(front.chat(messages=messages)) for _ in range(30)]
+    await until(lambda: sum(len(worker.seen) for worker in workers) == 30)
+    assert max(len(worker.seen) for worker in workers) <= 1.25 * 10 + 1
+    for request in requests:
+        request.cancel()
+
+
+@dataclass
+class Scored:
+    seed: int
+    load: int = 0
+    names: list[bytes] = field(default_factory=list)
+
+
+def place(beginning: bytes, workers: list[Scored], factor: float = 1.25) -> Scored | None:
+    return warmest(beginning, workers, [worker.load for worker in workers], factor)  # type: ignore[arg-type,return-value]
+
+
+@given(
+    seeds=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=8, unique=True),
+    loads=st.lists(st.integers(0, 20), min_size=8, max_size=8),
+    factor=st.floats(1.0, 4.0),
+    beginning=st.binary(max_size=8),
+)
+def test_the_bound_holds_and_some_worker_is_always_able(
+    seeds: list[int], loads: list[int], factor: float, beginning: bytes
+) -> None:
+    workers = [Scored(seed, load) for seed, load in zip(seeds, loads, strict=False)]
+    chosen = place(beginning, workers, factor)
+    assert chosen is not None
+    assert chosen.load < factor * (sum(worker.load for worker in workers) + 1) / len(workers)
+    idle = [Scored(seed) for seed in seeds]
+    favourite = place(beginning, idle, factor)
+    assert favourite is not None
+    unbounded = [Scored(worker.seed) for worker in workers if worker.seed != favourite.seed]
+    if chosen.seed != favourite.seed:
+        assert next(worker for worker in workers if worker.seed == favourite.seed).load > 0 and unbounded
+
+
+def test_a_worker_that_leaves_moves_its_own_conversations_alone() -> None:
+    workers = [Scored(mixed(number + 1)) for number in range(8)]
+    names = [b"%d" % number for number in range(4000)]
+    homes = {name: place(name, workers) for name in names}
+    counts = Counter(home.seed for home in homes.values() if home)
+    assert len(counts) == 8 and max(counts.values()) < 1.25 * 4000 / 8 and min(counts.values()) > 0.75 * 4000 / 8
+    for name, home in homes.items():
+        now = place(name, workers[1:])
+        assert now is home or home is workers[0]
