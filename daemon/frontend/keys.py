@@ -140,7 +140,7 @@ class KeyRing:
         self._keys = {self._place(key.digest): key for key in found}
 
     def _place(self, digest: bytes) -> bytes:
-        return hmac.digest(self._secret, digest, "sha256")
+        return hashlib.blake2b(digest, key=self._secret, digest_size=32).digest()
 
     def _key(self, name: str, row: KeySettings) -> Key:
         digest = bytes.fromhex(row.sha256)

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from time import monotonic
 from typing import Any
 
@@ -88,8 +89,9 @@ class Router:
         found = self._candidates(ask.model, ask.priority, ask.key)
         queue = self._metrics.queue(ask.model or "", PRIORITIES[ask.priority])
         if not self.waiting.everywhere.total():
-            free = [worker for worker in found if self._free(worker)]
-            if free and self._reserve(worker := self._choose(ask, free)):
+            loads = [worker.outstanding.total() for worker in found]
+            worker = self._choose(ask, found, loads)
+            if worker is not None and self._reserve(worker):
                 queue.seconds.observe(0.0)
                 return worker
         begun = monotonic()
@@ -104,7 +106,8 @@ class Router:
     def take_again(self, ask: Ask, failed: Worker) -> Worker:
         """For a second try: another worker if there is one, else the same. It need not wait, it had a place."""
         found = self._candidates(ask.model, ask.priority, ask.key)
-        worker = self._choose(ask, [worker for worker in found if worker is not failed] or found)
+        found = [worker for worker in found if worker is not failed] or found
+        worker = min(found, key=lambda worker: worker.outstanding.total())
         worker.outstanding.add(1)
         return worker
 
@@ -184,17 +187,22 @@ class Router:
         worker.outstanding.add(-1)
         return False
 
-    def _choose(self, ask: Ask, found: Sequence[Worker]) -> Worker:
-        if len(found) == 1:
-            return found[0]
-        loads = [worker.outstanding.total() for worker in found]
+    def _choose(self, ask: Ask, found: Sequence[Worker], loads: Sequence[int]) -> Worker | None:
+        """The warmest or else least loaded one of those that may have one more request."""
+        free = [
+            (load, worker.turn, worker)
+            for worker, load in zip(found, loads, strict=True)
+            if load < self._groups[worker.group].most
+        ]
+        if len(free) < 2:
+            return free[0][2] if free else None
         if self._affinity.enabled:
             beginning = ask.body.beginning(ask.path, self._affinity.prompt_bytes)
-            if beginning and (warm := warmest(beginning, found, loads, self._affinity.load_factor)) is not None:
+            if beginning and (warm := warmest(beginning, free, self._affinity.load_factor)) is not None:
                 return warm
-        _, _, best = min((load, worker.turn, at) for at, (load, worker) in enumerate(zip(loads, found, strict=True)))
-        found[best].turn = next(self._turns)
-        return found[best]
+        worker = min(free, key=itemgetter(0, 1))[2]
+        worker.turn = next(self._turns)
+        return worker
 
     def _check_one_model(self, key: Key | None) -> None:
         served = {frozenset(worker.models) for worker in self._workers.all if worker.ready}
@@ -226,11 +234,13 @@ def priority_of(key: Key | None) -> str:
     return PRIORITIES[NORMAL if key is None else key.priority]
 
 
-def warmest(beginning: bytes, found: Sequence[Worker], loads: Sequence[int], factor: float) -> Worker | None:
-    """The worker that this beginning's requests go to, of those that it would not lift over `factor` times the mean."""
-    most = factor * (sum(loads) + 1) / len(found)
+def warmest(beginning: bytes, free: Sequence[tuple[int, int, Worker]], factor: float) -> Worker | None:
+    """Of (load, turn, worker): the worker that this beginning's requests go to, unless that would lift it over `factor`
+    times the mean of the loads; then the next one in the beginning's own order.
+    """
+    most = factor * (sum(load for load, _, _ in free) + 1) / len(free)
     place = int.from_bytes(hashlib.blake2b(beginning, digest_size=8).digest(), "little")
-    able = [worker for worker, load in zip(found, loads, strict=True) if load < most]
+    able = [worker for load, _, worker in free if load < most]
     return max(able, key=lambda worker: mixed(place ^ worker.seed), default=None)
 
 

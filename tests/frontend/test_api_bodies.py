@@ -118,65 +118,79 @@ def test_the_model_is_what_a_parser_finds(members: list[tuple[str, str]], around
     assert body.changed(None, None) is raw
 
 
-@given(st.lists(st.sampled_from(["system", "user", "assistant", "tool", None]), max_size=5), st.data())
-def test_a_conversation_begins_with_the_messages_up_to_the_first_of_the_user(
-    roles: list[str | None], data: st.DataObject
+roles = st.lists(st.sampled_from(["system", "developer", "assistant", "tool"]), max_size=3)
+contents = st.text(max_size=12) | st.lists(
+    st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=8)})
+)
+
+
+@given(before=roles, texts=st.lists(contents, min_size=6, max_size=6), extra=st.booleans(), compact=st.booleans())
+def test_a_conversation_begins_alike_however_long_it_gets(
+    before: list[str], texts: list[Any], extra: bool, compact: bool
 ) -> None:
-    messages: list[Any] = [{"role": role, "content": data.draw(plain)} for role in roles if role]
-    body = {"x": data.draw(plain), "messages": messages, "y": 1}
-    raw = json.dumps(body).encode()
-    end = next((at + 1 for at, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    beginning = read(CHAT, JSON, raw).beginning(CHAT, 256)
-    assert json.loads(beginning + b"]") == messages[:end]
-    longer = json.dumps({**body, "messages": [*messages[:end], {"role": "assistant", "content": "more"}]}).encode()
-    assert "user" not in roles or read(CHAT, JSON, longer).beginning(CHAT, 256) == beginning
+    def beginning(messages: list[Any]) -> bytes:
+        body = {"model": "m", **({"x": {"messages": 1}} if extra else {}), "messages": messages, "seed": len(messages)}
+        raw = json.dumps(body, separators=(",", ":") if compact else None).encode()
+        return read(CHAT, JSON, raw).beginning(CHAT, 256)
+
+    first = [{"role": role, "content": text} for role, text in zip([*before, "user"], texts, strict=False)]
+    more = [{"role": role, "content": text} for role, text in zip(["assistant", "user"], texts[4:], strict=True)]
+    assert beginning(first) == beginning(first + more[:1]) == beginning(first + more) != b""
+
+
+@given(one=st.text(min_size=1, max_size=300), other=st.text(min_size=1, max_size=300))
+def test_what_users_say_first_tells_conversations_apart(one: str, other: str) -> None:
+    def beginning(text: str) -> bytes:
+        messages = [{"role": "system", "content": "s" * 9000}, {"role": "user", "content": text}]
+        return read(CHAT, JSON, json.dumps({"messages": messages}).encode()).beginning(CHAT, 256)
+
+    alike = one.partition("}")[:2] == other.partition("}")[:2]
+    assert (beginning(one) == beginning(other)) == alike
+    assert len(beginning(one)) <= 8192
 
 
 def test_what_else_a_request_may_begin_with() -> None:
     def beginning(path: str, **body: Any) -> bytes:
         return read(path, JSON, json.dumps(body).encode()).beginning(path, 16)
 
-    assert beginning("/v1/completions", prompt="a" * 40) == b'"' + b"a" * 15
-    assert beginning("/v1/completions", prompt=["one", "two"]) == b'["one", "two"]'
-    assert beginning("/v1/completions", prompt=list(range(9))) == b"[0, 1, 2, 3, 4, "
-    assert beginning("/v1/responses", input="hi", instructions="be brief") == b'"hi""be brief"'
+    long = "a" * 40
+    assert beginning("/v1/completions", prompt=long, seed=1) == beginning("/v1/completions", prompt=long + "b", seed=2)
+    assert beginning("/v1/completions", prompt="one", seed=1) == beginning("/v1/completions", prompt="one", seed=2)
+    assert beginning("/v1/completions", prompt="one") != beginning("/v1/completions", prompt="two")
     listed = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    assert beginning("/v1/responses", input=listed) == b'[{"role": "user", "content": "q"}'
-    assert beginning("/v1/messages", system="s", messages=listed) == b'"s"[{"role": "user", "content": "q"}'
-    for path in ("/v1/embeddings", "/v1/chat/completions"):
-        assert beginning(path, input="x", prompt="y") == b""
-    assert read(CHAT, JSON, b"[1]").beginning(CHAT, 16) == b""
+    for path, text, messages in (("/v1/responses", "instructions", "input"), ("/v1/messages", "system", "messages")):
+        one = beginning(path, **{text: "be brief", messages: listed})
+        assert one == beginning(path, **{text: "be brief", messages: listed[:1]}) != b""
+        assert one != beginning(path, **{text: "be long", messages: listed})
+    assert beginning("/v1/responses", input="hi") != beginning("/v1/responses", input="ho")
+    for path in ("/v1/embeddings", "/v1/chat/completions", "/v1/completions"):
+        assert beginning(path, input="x") == b""
+    for raw in (b"[1]", b'{"prompt":null}', b'{"prompt":"', b'"prompt"'):
+        assert len(Body(raw, Form.JSON, None, "").beginning("/v1/completions", 16)) <= len(raw)
 
 
-def test_long_beginnings_are_told_apart_by_both_ends() -> None:
-    def beginning(first: str, last: str) -> bytes:
-        messages = [{"role": "user", "content": first + "x" * 100_000 + last}]
-        return read(CHAT, JSON, json.dumps({"messages": messages}).encode()).beginning(CHAT, 256)
-
-    assert len({beginning(first, last) for first in "ab" for last in "ab"}) == 4 and len(beginning("a", "b")) < 40_000
-
-
-@pytest.mark.parametrize("filler", [b'"\\\\\\""', b"1.5", b'""', b'"' + b"\\u0041" * 1000 + b'"', b'"{}[]"'])
-def test_a_large_body_costs_what_its_length_says(filler: bytes) -> None:
-    many = (8 << 20) // (len(filler) + 1)
-    raw = b'{"x":[' + b",".join([filler] * many) + b'],"messages":[],"model":"m"}'
+@pytest.mark.parametrize("filler", [b'"' + b"x" * 100_000 + b'"', b'"' + b"\\u0041" * 9999 + b'"', b"9" * 99_999])
+@pytest.mark.parametrize("members", [b'"model":"m"', b'"model":"m","model":"m"'])
+def test_a_large_body_costs_what_its_length_says(filler: bytes, members: bytes) -> None:
+    raw = b'{"x":[' + b",".join([filler] * ((8 << 20) // len(filler))) + b'],"messages":[],' + members + b"}"
     body = Body(raw, Form.JSON, "m", "")
     start = time.process_time()
-    assert body.changed("n", None)[-5:] == b':"n"}' and body.beginning(CHAT, 256) == b"["
-    assert time.process_time() - start < 2
+    assert body.changed("n", None).endswith(members.replace(b'"m"', b'"n"') + b"}")
+    assert body.beginning(CHAT, 256).startswith(b'"messages":[]')
+    assert time.process_time() - start < 1
 
 
-@pytest.mark.parametrize("filler", [b"[[],{}]", b"{}", b"[" * 100 + b"]" * 100])
+@pytest.mark.parametrize("filler", [b"[[],{}]", b"{}", b"[" * 100 + b"]" * 100, b'""', b'"\\"{}[]"'])
 def test_a_hostile_body_is_given_up_early(filler: bytes) -> None:
     array = b"[" + b",".join([filler] * ((4 << 20) // len(filler))) + b"]"
     for raw in (
-        b'{"x":%b,"messages":[{"role":"user"}]}' % array,
-        b'{"messages":%b,"model":"m"}' % array,
-        b"{" + b'"x":{},' * 500_000 + b'"messages":[{"role":"user"}]}',
+        b'{"x":%b,"messages":[{"role":"user"}],"mod\\u0065l":"m"}' % array,
+        b'{"messages":%b,"model":"m","model":"m"}' % array,
+        b"{" + b'"model":{},' * 500_000 + b'"model":"m"}',
     ):
         body = Body(raw, Form.JSON, "m", "")
         start = time.process_time()
-        assert len(body.beginning(CHAT, 256)) <= 256
+        assert len(body.beginning(CHAT, 256)) <= 8192
         with pytest.raises(ApiError, match="nested"):
             body.changed("n", None)
         assert body.changed(None, None) is raw

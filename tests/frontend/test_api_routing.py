@@ -170,7 +170,7 @@ class Scored:
 
 
 def place(beginning: bytes, workers: list[Scored], factor: float = 1.25) -> Scored | None:
-    return warmest(beginning, workers, [worker.load for worker in workers], factor)  # type: ignore[arg-type,return-value]
+    return warmest(beginning, [(worker.load, 0, worker) for worker in workers], factor)  # type: ignore
 
 
 @given(
