@@ -99,7 +99,9 @@ class Body:
         if path == "/v1/messages":
             return _text(raw, b'"system"', _HEAD_BYTES) + _messages(raw, b'"messages"')
         if path == "/v1/responses":
-            return _text(raw, b'"instructions"', _HEAD_BYTES) + _messages(raw, b'"input"')
+            return _text(raw, b'"instructions"', _HEAD_BYTES) + (
+                _messages(raw, b'"input"') or _text(raw, b'"input"', prompt_bytes)
+            )
         return b""
 
 
@@ -249,9 +251,10 @@ def _replaced_at_sight(walk: _Walk, values: Mapping[str, bytes], named: bool) ->
 def _messages(raw: bytes, name: bytes) -> bytes:
     """From the list's name to the end of the first message of the user, or to the first closing brace in that."""
     at = raw.find(name)
-    if at < 0:
+    user = raw.find(b'"user"', at)
+    if at < 0 or user < 0:
         return b""
-    end = raw.find(b"}", max(raw.find(b'"user"', at), at)) + 1 or len(raw)
+    end = raw.find(b"}", user) + 1 or len(raw)
     return raw[at:end] if end - at <= 2 * _HEAD_BYTES else raw[at : at + _HEAD_BYTES] + raw[end - _HEAD_BYTES : end]
 
 
