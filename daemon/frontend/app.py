@@ -31,6 +31,8 @@ Handler = Callable[["App", web.BaseRequest, Key | None], Awaitable[web.StreamRes
 """The key that the request came with; None where no keys are asked for."""
 OPEN_PATHS = frozenset(("/health", "/ready"))
 """The only paths that answer without a key; without one /ready keeps the workers' names to itself."""
+OPERATORS_PATHS = frozenset(("/metrics", EVENTS))
+"""They show every worker and model, so that keys for some models only are refused."""
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
@@ -80,6 +82,8 @@ class App:
                 "A valid API key is needed: send it as `Authorization: Bearer KEY`.",
                 headers=(("WWW-Authenticate", "Bearer"),),
             )
+        if key is not None and key.models is not None and path in OPERATORS_PATHS:
+            raise ApiError(Kind.FORBIDDEN, f"{path} shows all models; this key is for some of them only.")
         methods = ROUTES.get(path) or PAGES.get(path)
         if methods is None:
             if not path.startswith("/v1/") or not is_plain(path):
@@ -101,7 +105,7 @@ class App:
         """200 when a worker is ready, else 503 with the reason."""
         reason = self.workers.unready_reason()
         details: dict[str, Any] = {}
-        if self.keys is None or key is not None:
+        if self.keys is None or (key is not None and key.models is None):
             details["workers"] = [
                 {
                     "worker": worker.url,

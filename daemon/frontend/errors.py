@@ -22,6 +22,7 @@ class Kind(Enum):
     BAD_JSON = (400, "invalid_request_error", "invalid_json")
     MODEL_MISSING = (400, "invalid_request_error", "missing_required_parameter")
     NO_KEY = (401, "invalid_request_error", "invalid_api_key")
+    FORBIDDEN = (403, "invalid_request_error", "insufficient_permissions")
     NO_ROUTE = (404, "invalid_request_error", "unknown_url")
     NO_MODEL = (404, "invalid_request_error", "model_not_found")
     METHOD = (405, "invalid_request_error", "method_not_allowed")

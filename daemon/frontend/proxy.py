@@ -185,8 +185,10 @@ class Proxy:
 
     def _too_slow(self, exchange: Exchange) -> ApiError:
         first = f"{self._timeouts.first_byte_seconds:g} s"
-        if exchange.worker is None:
+        if exchange.ask is None:
             return ApiError(Kind.SLOW_BODY, f"The request's body did not arrive within {first}.")
+        if exchange.worker is None:
+            return ApiError(Kind.OVERLOADED, f"No worker had a place for this request within {first}.")
         limit = f"{self._timeouts.idle_seconds:g} s" if exchange.response else first
         return ApiError(Kind.TIMEOUT, f"The worker sent nothing for {limit}.")
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syshax.errors import ConfigError
-from syshaxd.frontend.app import OPEN_PATHS, ROUTES
+from syshaxd.frontend.app import OPEN_PATHS, OPERATORS_PATHS, ROUTES
 from syshaxd.frontend.keys import KeyRing, new_key
 
 PATHS = [
@@ -62,7 +62,7 @@ async def test_keys_open_every_route(setup: Setup, key_file: Path) -> None:
     front = await setup.front(worker, keys=key_file)
     for header in ("Bearer sk-one", "bearer sk-two", "Bearer  sk-two "):
         headers = {"Authorization": header}
-        for path in ("/v1/models", "/metrics", "/v1/anything"):
+        for path in ("/v1/models", "/openapi.json", "/v1/anything"):
             assert (await front.session.get(path, headers=headers)).status == 200
         for path in ("/v1/chat/completions", "/v1/completions"):
             assert (await front.session.post(path, json={"model": "m"}, headers=headers)).status == 200
@@ -71,8 +71,18 @@ async def test_keys_open_every_route(setup: Setup, key_file: Path) -> None:
 async def test_ready_names_workers_to_those_with_a_key(setup: Setup, key_file: Path) -> None:
     front = await setup.front(await setup.worker(), keys=key_file)
     assert "workers" not in await (await front.session.get("/ready")).json()
-    with_key = await front.session.get("/ready", headers={"Authorization": "Bearer sk-one"})
-    assert "workers" in await with_key.json()
+    assert "workers" in await (await front.session.get("/ready", headers=bearer("sk-one"))).json()
+
+
+async def test_a_key_for_some_models_sees_nothing_of_the_others(setup: Setup, key_file: Path) -> None:
+    front = await setup.front(await setup.worker("m", "n"), keys=key_file)
+    for path in sorted(OPERATORS_PATHS):
+        error = await error_of(await front.session.get(path, headers=bearer("sk-two")), 403, "insufficient_permissions")
+        assert "`n`" not in error["message"]
+        async with front.session.get(path, headers=bearer("sk-one")) as response:
+            assert response.status == 200
+    ready = await (await front.session.get("/ready", headers=bearer("sk-two"))).json()
+    assert ready == {"status": "ready", "models": ["m"]}
 
 
 def test_reload_takes_new_keys_and_keeps_old_ones_on_a_fault(key_file: Path) -> None:

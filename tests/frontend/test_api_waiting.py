@@ -104,6 +104,22 @@ async def test_a_deadline_ends_the_waiting(setup: Setup) -> None:
     assert (await first).status == 200 and gate.came == ["a"]
 
 
+async def test_the_first_bytes_deadline_counts_the_time_in_line(setup: Setup) -> None:
+    worker = await setup.worker()
+    front = await setup.front(worker, queue={"requests_per_worker": 1}, timeouts={"first_byte_seconds": 0.5})
+    gate = Gate(worker)
+    first = ask(front, "a")
+    await until(lambda: bool(gate.came))
+    await asyncio.sleep(0.2)
+    second = ask(front, "b")
+    await error_of(await first, 504, "worker_timeout")
+    await error_of(await second, 504, "worker_timeout")
+    front.app.workers.all[0].outstanding.add(1)
+    error = await error_of(await front.chat(user="c"), 429, "overloaded")
+    assert "within 0.5 s" in error["message"] and front.app.router.waiting.count == 0
+    front.app.workers.all[0].outstanding.add(-1)
+
+
 async def test_a_deadline_while_no_worker_is_ready_says_that(setup: Setup) -> None:
     worker = await setup.worker()
     front = await setup.front(worker, queue={"requests_per_worker": 1, "wait_seconds": 0.5})
