@@ -1,7 +1,7 @@
 # Two commands for everybody: `make demo` and `make test`. Everything happens in .venv; a second run reuses it.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test chaos storm sanitize fuzz check format bench bench-ring bench-api bench-vllm man rpm clean
+.PHONY: help install system setup setup-test setup-bench model demo test test-fast test-arm system-test test-web screenshots stage setup-web chaos storm sanitize fuzz check format bench bench-ring bench-api bench-vllm man rpm clean
 
 VENV ?= .venv
 PYTHON ?=
@@ -62,6 +62,22 @@ chaos: setup-test  ## faults against a running daemon: 1,000 rounds and 100,000 
 STORM_OPTIONS ?= --seconds 180
 storm: setup-test  ## the front-end under load while its workers are killed, stopped and restarted: three minutes
 	@PYTHONPATH=tests/frontend $(PY) tests/frontend/storm.py $(STORM_OPTIONS)
+
+# tests/web uses the helpers of tests/frontend and tests/daemon.
+WEB := PYTHONPATH=tests/frontend:tests/daemon SYSHAX_WEB_TESTS=1 $(PY)
+
+setup-web: setup-test
+	@$(BOOTSTRAP) system web
+	@$(BOOTSTRAP) venv web
+
+test-web: setup-web  ## the console in Chromium (Debian's, which this installs)
+	@$(WEB) -m pytest tests/web $(PYTEST_OPTIONS)
+
+screenshots: setup-web  ## docs/console-*.png, of a front-end with a real daemon and workers that use it
+	@$(WEB) tests/web/screenshots.py docs
+
+stage: setup-web  ## the same to look at: prints the console's address and goes on until it is interrupted
+	@$(WEB) tests/web/stage.py
 
 install: setup  ## as a system service, below DESTDIR (packaging/install.sh says what goes where)
 	@packaging/install.sh

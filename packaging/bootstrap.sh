@@ -2,9 +2,9 @@
 # Brings a checkout from nothing to a working .venv. Called by the Makefile; every stage is safe to repeat and does
 # nothing when its work is done.
 #
-#   bootstrap.sh system [test|arm|systemd|rpm]  check the system, install missing system packages; those of make test,
-#                                 make test-arm or make system-test too
-#   bootstrap.sh venv [test|bench]  make .venv with everything pinned in packaging/requirements/
+#   bootstrap.sh system [test|arm|systemd|rpm|web]  check the system, install missing system packages; those of make test,
+#                                 make test-arm, make system-test or make test-web too
+#   bootstrap.sh venv [test|bench|web]  make .venv with everything pinned in packaging/requirements/
 #   bootstrap.sh core             build and install syshax itself into .venv
 #   bootstrap.sh model            make the demo model
 #   bootstrap.sh nginx            the system's package of nginx; on Debian unpacked in build/, so that no server starts
@@ -60,6 +60,7 @@ missing_packages() {
         wanted="g++ make git libhwloc-dev libnuma1"
         [ "$purpose" != arm ] || wanted="$wanted g++-aarch64-linux-gnu qemu-user"
         [ "$purpose" != test ] || wanted="$wanted rpm openssl"
+        [ "$purpose" != web ] || wanted="$wanted chromium fonts-dejavu-core"
         [ "$purpose" != systemd ] || wanted="$wanted systemd systemd-container dbus python3"
         [ "$purpose" != rpm ] || wanted="$wanted rpm dnf createrepo-c rpmlint man-db groff mandoc zsh fish cmake ninja-build python3-dev"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-venv python3-dev"
@@ -69,6 +70,7 @@ missing_packages() {
     else
         wanted="gcc-c++ make git hwloc-devel numactl-libs"
         [ "$purpose" != test ] || wanted="$wanted rpm-build openssl nginx"
+        [ "$purpose" != web ] || wanted="$wanted chromium dejavu-sans-fonts"
         [ "$purpose" != systemd ] || wanted="$wanted systemd systemd-container dbus python3"
         { [ -n "$python" ] && python_has_headers "$python"; } || wanted="$wanted python3 python3-pip python3-devel"
         for package in $wanted; do
@@ -141,7 +143,7 @@ stage_venv() {
         "$VENV/bin/python" -m compileall -q -j "$JOBS" "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')" >/dev/null 2>&1 || true
         checksum $files >"$VENV/.base"
     fi
-    case "${1:-}" in test|bench)
+    case "${1:-}" in test|bench|web)
         if ! fresh "$1" "$REQUIREMENTS/$1.txt"; then
             say "installing what $REQUIREMENTS/$1.txt lists"
             "$VENV/bin/pip" install --quiet --no-deps -r "$REQUIREMENTS/$1.txt" ||

@@ -17,6 +17,7 @@ LISTS = {
     "demo.txt": "The demo model and what reads it",
     "build.txt": "Needed to build",
     "test.txt": "Needed to test",
+    "web.txt": "Needed to test the console in Chromium, which is the system's own",
     "bench.txt": "Needed to draw the benchmarks' plot",
 }
 SYSTEM = [

@@ -16,6 +16,8 @@ SHM = Path("/dev/shm")
 
 # They need root and a container with a systemd of its own: `make system-test`.
 collect_ignore = [] if os.environ.get("SYSHAX_SYSTEM_TESTS") else ["system"]
+# They need Chromium: `make test-web`.
+collect_ignore += [] if os.environ.get("SYSHAX_WEB_TESTS") else ["web"]
 
 # CI tries the same examples each time; elsewhere every run looks at new ones. Time limits belong to no property here.
 settings.register_profile("explore", deadline=None)

@@ -16,7 +16,7 @@ from typing import Any
 
 from syshaxd.frontend.console_daemon import DaemonWatch
 from syshaxd.frontend.metrics import LONG, SHORT, Metrics
-from syshaxd.frontend.workers import Workers
+from syshaxd.frontend.workers import Worker, Workers
 
 RATE_SECONDS = 4.0
 SPARK_SECONDS = 15.0
@@ -158,13 +158,14 @@ class History:
         }
         return sample, experts
 
-    def _worker(self, worker: Any, now: Snapshot) -> dict[str, Any]:
+    def _worker(self, worker: Worker, now: Snapshot) -> dict[str, Any]:
         before = self._before(RATE_SECONDS)
         made = now.workers.get(worker.url, 0) - before.workers.get(worker.url, 0)
         return {
             "url": worker.url,
+            "group": worker.group,
             "ready": worker.ready,
-            "draining": bool(getattr(worker, "draining", False)),
+            "draining": worker.draining,
             "reason": worker.reason,
             "models": list(worker.models),
             "running": worker.outstanding.total(),

@@ -23,6 +23,8 @@ from syshax.protocol import ErrorAnswer, SessionInfo, SessionsAnswer
 log = logging.getLogger("syshax.api")
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 1.0
+SILENT_SECONDS = 5.0
+"""A daemon that takes connections and does not answer may be busy for so long before it counts as away."""
 GRACE_SECONDS = 1.0
 """A daemon that restarts with its weights kept is back in this time; requests meanwhile wait in their worker."""
 LOOK_UP_SECONDS = 30.0
@@ -32,7 +34,11 @@ Message = TypeVar("Message", bound=BaseModel)
 
 
 class ViewError(Exception):
-    """The daemon does not say it; the text says why."""
+    """The daemon does not say it; the text says why. `slow`: it may yet."""
+
+    def __init__(self, reason: str, slow: bool = False) -> None:
+        super().__init__(reason)
+        self.slow = slow
 
 
 class DaemonView:
@@ -54,17 +60,20 @@ class DaemonView:
 
     async def watch(self, then: Callable[[], Awaitable[None]]) -> None:
         """Polls for ever; calls `then` after each."""
+        answered = 0.0
         while self.path:
             try:
                 answer = await self.get("/v1/sessions", SessionsAnswer)
             except ViewError as error:
+                if error.slow and self.sessions is not None and time.monotonic() - answered < SILENT_SECONDS:
+                    continue  # at once: it took its time already
                 if self.sessions is not None:
                     log.warning("syshaxd cannot be seen any more: %s", error)
                 self.sessions, self.trouble = None, str(error)
             else:
                 if self.sessions is None:
                     log.info("syshaxd is seen at %s: %d sessions", self.path, len(answer.sessions))
-                self.sessions, self.trouble = answer.sessions, ""
+                self.sessions, self.trouble, answered = answer.sessions, "", time.monotonic()
                 await self.names.look_up({_place(session.address)[0] for session in answer.sessions})
             await then()
             await asyncio.sleep(POLL_SECONDS)
@@ -80,7 +89,7 @@ class DaemonView:
                     raise ViewError(ErrorAnswer.model_validate_json(body).error.message)
                 return message.model_validate_json(body)
         except TimeoutError:
-            raise ViewError(f"no answer in {ANSWER_SECONDS:g} s") from None
+            raise ViewError(f"no answer in {ANSWER_SECONDS:g} s", slow=True) from None
         except ValidationError:
             raise ViewError("it answers something else than expected") from None
         except OSError as error:

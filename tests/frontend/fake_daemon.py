@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class FakeDaemon:
         self.tokens = [[0, 0, 0, 0] for _ in range(3)]
         self.busy = 0.25
         self.nonsense = False
+        self.silent = False
         self.asked: list[str] = []
         self._runner: web.AppRunner | None = None
 
@@ -66,6 +68,8 @@ class FakeDaemon:
         return web.Response(text=message.model_dump_json(), content_type="application/json")
 
     async def _sessions(self, request: web.Request) -> web.Response:
+        if self.silent:
+            await asyncio.Event().wait()
         return self._answer(request, SessionsAnswer(boot_id=BOOT, sessions=self.sessions))
 
     async def _models(self, request: web.Request) -> web.Response:

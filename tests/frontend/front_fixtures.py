@@ -184,13 +184,13 @@ FAST = {"health": {"interval_seconds": 0.2, "retry_seconds": 0.05, "timeout_seco
 
 @asynccontextmanager
 async def running_front(
-    *urls: str, keys: Path | None = None, board: Board | None = None, **settings: Any
+    *urls: str, keys: Path | None = None, board: Board | None = None, port: int = 0, **settings: Any
 ) -> AsyncIterator[Front]:
     config = ApiConfig.model_validate({"workers": list(urls), **FAST, **settings})
     app = App(config, KeyRing(keys) if keys else None, board)
     runner = web.ServerRunner(make_server(app, config), shutdown_timeout=0.2)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
     app.workers.start()
     base = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:

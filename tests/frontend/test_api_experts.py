@@ -155,3 +155,20 @@ async def test_an_answer_that_is_none_is_told(setup: Setup, daemon: FakeDaemon) 
     daemon.nonsense = True
     await until(lambda: not front.app.workers.all[0].ready)
     assert "it answers something else than expected" in front.app.workers.all[0].reason
+
+
+async def test_a_busy_daemon_is_given_time_and_a_stuck_one_is_not(
+    setup: Setup, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_view, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(daemon_view, "SILENT_SECONDS", 1.0)
+    worker = await setup.worker()
+    daemon.sessions = [session(worker.url)]
+    front = await front_of(setup, daemon, worker)
+    await until(lambda: experts(front) == ["attached"])
+    daemon.silent = True
+    begun = monotonic()
+    await until(lambda: not front.app.workers.all[0].ready)
+    assert monotonic() - begun >= 1.0 and "no answer in 0.1 s" in front.app.workers.all[0].reason
+    daemon.silent = False
+    await front.until_ready(1)

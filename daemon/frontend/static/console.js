@@ -3,7 +3,8 @@
 "use strict";
 
 const { element, drawn, spark, bar } = charts;
-const SECONDS = 300;       // what lines show
+const SECONDS = 300;       // the most that lines show
+const LEAST_SECONDS = 60;  // and the least
 const STALE_SECONDS = 3.5; // older data is called old
 const SILENT_SECONDS = 12; // then the connection is given up
 const HIDDEN_SECONDS = 60; // a page that nobody sees for so long costs the server nothing
@@ -18,6 +19,8 @@ const plain = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const number = (value) => (value >= 100 || value === 0 || Number.isInteger(value) ? plain.format(value) : value.toFixed(1));
 function time(seconds) {
   if (seconds === null || seconds === undefined) return "–";
+  if (seconds === 0) return "0 ms";
+  if (seconds < .001) return `${Math.round(1e6 * seconds)} µs`;
   if (seconds < .01) return `${(1000 * seconds).toFixed(1)} ms`;
   if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
   return seconds < 10 ? `${seconds.toFixed(2)} s` : `${seconds.toFixed(0)} s`;
@@ -93,6 +96,7 @@ function twoLines(cell, first, second) {
   say(cell.firstElementChild.children[0], first);
   say(cell.firstElementChild.children[1], second);
 }
+const span = () => Math.min(SECONDS, Math.max(LEAST_SECONDS, points.at(-1).at - points[0].at));
 const both = (pair, word = time) => `${word(pair[0])} / ${word(pair[1])}`;
 
 // ------------------------------------------------------------------ the tiles
@@ -106,8 +110,8 @@ const NOW = [
     beside: (t) => `┄ waiting ${number(t.waiting)} · ${number(t.requests)}/s · ${t.failed ? `✕ ${number(t.failed)} failed in a minute` : "none failed"}` },
 ];
 function makeTile(title) {
-  const parts = { figure: element("span"), unit: element("small"), beside: element("div", { class: "beside" }), line: drawn("svg", { class: "spark" }) };
-  parts.tile = element("div", { class: "tile" }, element("h3", {}, title), element("div", { class: "figure" }, parts.figure, parts.unit), parts.beside, parts.line);
+  const parts = { figure: element("span"), span: element("span"), unit: element("small"), beside: element("div", { class: "beside" }), line: drawn("svg", { class: "spark" }) };
+  parts.tile = element("div", { class: "tile" }, element("h3", {}, element("span", {}, title), parts.span), element("div", { class: "figure" }, parts.figure, parts.unit), parts.beside, parts.line);
   return parts;
 }
 const tiles = NOW.map((row) => { const parts = makeTile(row.title); $("tiles").append(parts.tile); return parts; });
@@ -117,7 +121,8 @@ function showTiles() {
   NOW.forEach((row, place) => {
     const [figure, unit] = row.figure(sample.total), parts = tiles[place];
     say(parts.figure, figure); say(parts.unit, unit); say(parts.beside, row.beside(sample.total));
-    spark(parts.line, times, row.lines.map((at) => points.map((point) => point.total[at])), now, SECONDS, `${row.title}, last five minutes; now ${figure} ${unit}`);
+    say(parts.span, `last ${since(span())}`);
+    spark(parts.line, times, row.lines.map((at) => points.map((point) => point.total[at])), now, span(), `${row.title}, last ${since(span())}; now ${figure} ${unit}`);
   });
 }
 
@@ -130,7 +135,7 @@ const models = new Table($("models"), "No model is known yet.", [
   { title: "Tokens/s", kind: "number", show: (m) => number(m.generated) },
   { title: "Last minutes", show: (m, cell) => {
     const times = points.map((point) => point.at);
-    spark(within(cell, () => drawn("svg", { class: "spark" })), times, [points.map((point) => (point.models[m.name] || [null])[0])], times.at(-1), SECONDS, `${m.name}: tokens per second, last five minutes`);
+    spark(within(cell, () => drawn("svg", { class: "spark" })), times, [points.map((point) => (point.models[m.name] || [null])[0])], times.at(-1), span(), `${m.name}: tokens per second, last ${since(span())}`);
   } },
   { title: "TTFT p50 / p99", kind: "number", show: (m) => both(m.first) },
   { title: "Gap p50 / p99", kind: "number", show: (m) => both(m.gap) },
@@ -140,7 +145,7 @@ const models = new Table($("models"), "No model is known yet.", [
 
 const EXPERTS = { attached: "good", missing: "bad", "not known": "" };
 const workers = new Table($("workers"), "No worker is configured.", [
-  { title: "Worker", kind: "name", show: (w, cell) => twoLines(cell, w.url, w.models.join(", ")) },
+  { title: "Worker", kind: "name", show: (w, cell) => twoLines(cell, w.url, `${w.group} · ${w.models.join(", ") || "no model known"}`) },
   { title: "State", show: (w, cell) => stateIn(cell, w.ready ? (w.draining ? "warn" : "good") : "bad", w.ready ? (w.draining ? "draining" : "ready") : `not ready: ${w.reason}`) },
   { title: "Experts", show: (w, cell) => stateIn(cell, EXPERTS[w.experts] ?? "", w.experts) },
   { title: "Running", kind: "number", show: (w) => number(w.running) },
@@ -176,6 +181,7 @@ function showDaemon(daemon) {
     element("div", { class: "row" }, element("span", {}, "Experts in memory"), element("b", {}, `${bytes(node.pool)} of ${bytes(node.memory)}`)), bar(node.pool / (node.memory || 1)),
     element("div", { class: "row" }, element("span", {}, "Free memory"), element("b", {}, bytes(node.free))))));
   $("sessions").hidden = !seen;
+  $("plane").classList.toggle("few", seen && daemon.nodes.length <= 2);
   if (seen) sessions.show(daemon.sessions, (row) => row.id);
 }
 
