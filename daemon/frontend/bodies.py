@@ -48,7 +48,7 @@ class Form(Enum):
     OPAQUE = "of a type that is not looked into"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Body:
     """One request's body and the model that it names (None where it names none)."""
 

@@ -25,8 +25,8 @@ from syshaxd.frontend.workers import Worker
 _WEIGHTS = (16, 4, 1)
 """Of interactive, normal and batch, where all three wait for the same worker."""
 _POLL_SECONDS = 0.01
-_LEFT_POLLS = 10
-"""A place that was left for other processes so often is taken: they cannot use it."""
+_LEFT_SECONDS = 0.1
+"""A place that has been left for other processes so long is taken: they cannot use it."""
 
 
 class Turns:
@@ -92,7 +92,7 @@ class Waiting:
         self._candidates, self._free, self._reserve, self._give_back = candidates, free, reserve, give_back
         self._lines: dict[tuple[str | None, int], _Line] = {}
         self._turns: dict[Worker, Turns] = {}
-        self._left: dict[Worker, int] = {}
+        self._left: dict[Worker, float] = {}
         self._polling = False
         self.count = 0
         """How many wait in this process."""
@@ -138,6 +138,7 @@ class Waiting:
             self._leave(line, waiter)
             self._turns[worker].took(line.priority)
             waiter.place.set_result(worker)
+        self._left.pop(worker, None)
 
     def _enter(self, line: _Line, waiter: _Waiter) -> None:
         line.waiters[waiter] = True
@@ -192,10 +193,10 @@ class Waiting:
         return line.everywhere.total() > 0
 
     def _leave_to_others(self, worker: Worker) -> bool:
-        self._left[worker] = self._left.get(worker, 0) + 1
-        if self._left[worker] < _LEFT_POLLS:
+        now = monotonic()
+        if now - self._left.setdefault(worker, now) < _LEFT_SECONDS:
             return True
-        self._left[worker] = 0
+        del self._left[worker]
         return False
 
     def _line(self, model: str | None, priority: int) -> _Line:

@@ -306,6 +306,19 @@ async def test_processes_share_by_who_waits_where(lines: tuple[int, int]) -> Non
     assert shared.cell("waiting").total() == 0 and shared.cell("outstanding").total() == 0
 
 
+async def test_a_place_that_other_processes_cannot_use_is_taken() -> None:
+    """Two processes have somebody in line; the second one never looks, as if it thought the worker unready."""
+    shared = Board.share(2)
+    here = Places(shared, 1)
+    Board(2, 1, shared.descriptor).cell("waiting interactive m").add(1000)
+    assert here._reserve(here.worker)
+    task = asyncio.create_task(here.waiting.wait("m", 0))
+    await asyncio.sleep(0)
+    here.free(here.worker)
+    async with asyncio.timeout(2):
+        assert await task is here.worker
+
+
 def test_retry_after_is_what_the_pace_says() -> None:
     assert retry_after(10, 2.0, 30.0) == (("Retry-After", "5"),)
     assert retry_after(1, 50.0, 30.0) == (("Retry-After", "1"),)
