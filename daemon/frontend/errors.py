@@ -27,6 +27,7 @@ class Kind(Enum):
     NO_MODEL = (404, "invalid_request_error", "model_not_found")
     METHOD = (405, "invalid_request_error", "method_not_allowed")
     SLOW_BODY = (408, "invalid_request_error", "request_timeout")
+    SLOW_CLIENT = (408, "invalid_request_error", "client_too_slow")
     TOO_LARGE = (413, "invalid_request_error", "request_too_large")
     RATE = (429, "rate_limit_error", "rate_limit_exceeded")
     OVERLOADED = (429, "rate_limit_error", "overloaded")

@@ -12,7 +12,6 @@ from urllib.parse import unquote
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 from aiohttp.web_protocol import RequestPayloadError
-from multidict import CIMultiDict, CIMultiDictProxy
 
 from syshaxd.frontend.errors import ApiError, Kind, quoted
 
@@ -29,7 +28,7 @@ HOP_BY_HOP = frozenset(
         "upgrade",
     )
 )
-_OURS_TO_SET = frozenset(("host", "content-length", "expect"))
+_NOT_TO_WORKER = frozenset(name.encode() for name in (*HOP_BY_HOP, "host", "content-length", "expect"))
 OUTSIDE_V1 = frozenset(f"/{name}" for name in ("tokenize", "detokenize", "pooling", "classify", "score", "rerank"))
 """What vLLM offers to clients beside /v1/."""
 
@@ -75,21 +74,19 @@ def is_plain(path: str) -> bool:
     return not any(part in (".", "..") for part in re.split(r"[/\\]", unquote(unquote(path))))
 
 
-def _kept(headers: CIMultiDictProxy[str], dropped: Iterable[str]) -> CIMultiDict[str]:
-    named = (word.strip().lower() for line in headers.getall("Connection", ()) for word in line.split(","))
-    out = HOP_BY_HOP.union(dropped, named)
-    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in out)
-
-
-def headers_to_worker(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """End-to-end headers in the client's order; the HTTP client adds Host and Content-Length."""
-    kept = _kept(headers, _OURS_TO_SET)
-    for name, value in kept.items():
-        if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
-            raise ApiError(Kind.BAD_REQUEST, f"The header {name} is not UTF-8.")
-    return kept
-
-
-def headers_to_client(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """The worker's end-to-end headers, Content-Length among them."""
-    return _kept(headers, ())
+def headers_to_worker(request: web.BaseRequest, *added: tuple[str, str], without: Iterable[str] = ()) -> bytes:
+    """Lines of the end-to-end headers, byte for byte in the client's order, then of those `added`; the HTTP client sets
+    Host and Content-Length. `ApiError` 400 for one that is not UTF-8."""
+    dropped = _NOT_TO_WORKER
+    if without or "Connection" in request.headers:
+        named = ",".join(request.headers.getall("Connection", ())).lower().split(",")
+        dropped = dropped.union(name.strip().encode() for name in (*named, *without))
+    lines = [b"%b: %b\r\n" % line for line in request.raw_headers if line[0].lower() not in dropped]
+    lines += [f"{name}: {value}\r\n".encode() for name, value in added]
+    head = b"".join(lines)
+    if not head.isascii():
+        try:
+            head.decode()
+        except UnicodeDecodeError:
+            raise ApiError(Kind.BAD_REQUEST, "A header is not UTF-8.") from None
+    return head

@@ -27,19 +27,22 @@ class Tokens:
     is not counted: in a chat it only names the role, and it makes up for the one with the finish reason otherwise.
     """
 
-    __slots__ = ("_counted", "_generated", "_newer", "_older", "_prompt", "_streamed")
+    __slots__ = ("_counted", "_generated", "_in_newer", "_in_older", "_newer", "_older", "_prompt", "_streamed")
 
     def __init__(self, prompt: Counter, generated: Counter, streamed: bool) -> None:
         self._prompt, self._generated, self._streamed = prompt, generated, streamed
         self._older = self._newer = b""
+        self._in_older = self._in_newer = 0
         self._counted = -1
 
     def passed(self, chunk: bytes) -> None:
-        """The next part of the body."""
-        older = self._older
-        if older and self._streamed:
-            self._count(older.count(_EVENT_END))
-        self._older, self._newer = self._newer, chunk
+        """The next part of the body; of the last two no more is kept than `usage` may need."""
+        if self._in_older:
+            self._count(self._in_older)
+        self._in_older = self._in_newer
+        if self._streamed:
+            self._in_newer = chunk.count(_EVENT_END)
+        self._older, self._newer = self._newer, chunk if len(chunk) <= _END_BYTES else chunk[-_END_BYTES:]
 
     def end(self) -> None:
         """The answer has ended, or was broken off."""
@@ -47,8 +50,7 @@ class Tokens:
         prompt, generated = usage_of(end)
         self._prompt.inc(prompt)
         if generated is None and self._streamed:
-            events = self._older.count(_EVENT_END) + self._newer.count(_EVENT_END)
-            self._count(events - (_DONE in end))
+            self._count(self._in_older + self._in_newer - (_DONE in end))
         elif generated is not None:
             self._generated.inc(max(0, generated - max(0, self._counted)))
         self._older = self._newer = b""

@@ -9,7 +9,7 @@ import re
 import secrets
 from collections.abc import Mapping, MutableMapping
 
-PARENT, STATE = "traceparent", "tracestate"
+NAMES = PARENT, STATE = "traceparent", "tracestate"
 _FORM = re.compile(r"(?!ff)[0-9a-f]{2}-((?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 
 

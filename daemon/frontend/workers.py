@@ -10,26 +10,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
-import socket
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
-import aiohttp
 from pydantic import BaseModel, ValidationError
-from yarl import URL
 
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.daemon_view import DaemonView, Experts
 from syshaxd.frontend.metrics import Metrics
 from syshaxd.frontend.pace import Pace
+from syshaxd.frontend.upstream import Upstream, WorkerError
 
 log = logging.getLogger("syshax.api")
-_KEEPALIVE_SECONDS = 4.0
-"""Below uvicorn's 5 s, so that a connection is rarely taken from the pool as the worker closes it."""
-_AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
 class _Listed(BaseModel):
@@ -65,29 +59,11 @@ class Worker:
         self._wake = asyncio.Event()
         self.looked_at = asyncio.Event()
         """Set when the first check has ended."""
-        self._base = "http://worker" if url.startswith("unix:") else url
-        connector: aiohttp.BaseConnector
-        if url.startswith("unix:"):
-            connector = aiohttp.UnixConnector(url.removeprefix("unix:"), limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
-        else:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
-        self.session = aiohttp.ClientSession(
-            connector=connector,
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=_AUTO_HEADERS,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect_seconds),
-            max_line_size=config.limits.header,
-            max_field_size=config.limits.header,
-        )
+        self.upstream = Upstream(url, config.timeouts.connect_seconds, config.limits.header)
 
     @property
     def takes_requests(self) -> bool:
         return self.ready and not self.draining
-
-    def target(self, path: str) -> URL:
-        """The URL of a path with its query, both as the client wrote them."""
-        return URL(self._base + path, encoded=True)
 
     async def watch(self) -> None:
         """Checks for ever; `suspect` makes the next check come at once."""
@@ -136,8 +112,8 @@ class Worker:
             self._strikes += 1
             if self._strikes >= 2 or not self._answers:
                 self.mark_down(f"no answer in {self._config.health.timeout_seconds:g} s")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            self.mark_down(describe(error))
+        except (WorkerError, ValueError) as error:
+            self.mark_down(str(error))
         else:
             self._strikes = 0
             if self.ready and models.keys() != self.models.keys():
@@ -148,14 +124,12 @@ class Worker:
         self._wake.clear()
 
     async def _ask(self) -> dict[str, dict[str, Any]]:
-        async with self.session.get(self.target("/health")) as answer:
-            await answer.read()
-            if answer.status != HTTPStatus.OK:
-                raise ValueError(f"/health answers {answer.status}")
-        async with self.session.get(self.target("/v1/models")) as answer:
-            body = await answer.read()
-            if answer.status != HTTPStatus.OK:
-                raise ValueError(f"/v1/models answers {answer.status}")
+        status, _ = await self.upstream.get("/health")
+        if status != HTTPStatus.OK:
+            raise ValueError(f"/health answers {status}")
+        status, body = await self.upstream.get("/v1/models")
+        if status != HTTPStatus.OK:
+            raise ValueError(f"/v1/models answers {status}")
         try:
             listed = _Listed.model_validate_json(body).data
         except ValidationError:
@@ -164,27 +138,6 @@ class Worker:
         if not models:
             raise ValueError("/v1/models lists no model")
         return models
-
-
-def describe(error: BaseException) -> str:
-    """A failure in a few words, without the worker's address."""
-    if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, socket.gaierror):
-        return "its host name does not resolve"
-    if isinstance(error, aiohttp.ServerDisconnectedError):
-        return "it closed the connection"
-    if isinstance(error, aiohttp.ServerTimeoutError):
-        return "no connection in time"
-    if isinstance(error, aiohttp.ClientSSLError):
-        return "TLS with it fails"
-    if isinstance(error, OSError) and error.errno:
-        return os.strerror(error.errno).lower()  # its own text may hold the address
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return "no connection to it"
-    if isinstance(error, aiohttp.ClientPayloadError):
-        return "its answer broke off"
-    if isinstance(error, aiohttp.ClientError):
-        return f"it does not speak HTTP as expected ({type(error).__name__})"
-    return str(error)
 
 
 class Workers:
@@ -221,7 +174,7 @@ class Workers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for worker in self.all:
-            await worker.session.close()
+            await worker.upstream.close()
         await self.view.close()
 
     def models(self) -> dict[str, dict[str, Any]]:
