@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import socket
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -38,6 +39,14 @@ class Control:
     def __init__(self, runtime_dir: str | os.PathLike[str] | None = None, timeout: float = 30.0) -> None:
         self.path = runtime_directory(runtime_dir) / CONTROL_SOCKET
         self.timeout = timeout
+        self.service = "syshaxd"
+
+    @classmethod
+    def at(cls, path: Path, timeout: float, service: str) -> Control:
+        """That of another service of ours, whose socket lies there."""
+        control = cls(path.parent, timeout)
+        control.path, control.service = path, service
+        return control
 
     def get(self, path: str, answer: type[Message]) -> Message:
         return self._read("GET", path, None, answer)
@@ -74,28 +83,29 @@ class Control:
     def _call(self, method: str, path: str, body: BaseModel | None) -> bytes:
         data = None if body is None else body.model_dump_json(exclude_unset=True).encode()
         headers = {"Accept": "application/json"} | ({"Content-Type": "application/json"} if data is not None else {})
-        connection = _UnixConnection(connect(self.path, socket.SOCK_STREAM, self.timeout))
+        connection = _UnixConnection(connect(self.path, socket.SOCK_STREAM, self.timeout, self.service))
         try:
             connection.request(method, path, body=data, headers=headers)
             response = connection.getresponse()
             content = response.read()
         except TimeoutError:
             raise RequestTimeoutError(
-                f"{method} {path}: syshaxd did not answer within {self.timeout:g} s", "is the daemon stopped or stuck?"
+                f"{method} {path}: {self.service} did not answer within {self.timeout:g} s",
+                "is the daemon stopped or stuck?",
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise DaemonLostError(f"{method} {path}: syshaxd went away before it answered ({error})") from error
+            raise DaemonLostError(f"{method} {path}: {self.service} went away before it answered ({error})") from error
         finally:
             connection.close()
         if response.status >= 400:
-            raise _answered_error(method, path, response.status, content)
+            raise _answered_error(f"{method} {path}: {self.service}", response.status, content)
         return content
 
 
-def _answered_error(method: str, path: str, status: int, content: bytes) -> Exception:
+def _answered_error(who: str, status: int, content: bytes) -> Exception:
     try:
         body = ErrorAnswer.model_validate(json.loads(content)).error
     except (ValueError, ValidationError):
         text = content[:200].decode("utf-8", "replace")
-        return InternalError(f"{method} {path}: syshaxd answered {status} without an error body: {text!r}")
+        return InternalError(f"{who} answered {status} without an error body: {text!r}")
     return error_from_code(body.code, body.message, body.hint)

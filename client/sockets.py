@@ -28,8 +28,8 @@ def runtime_directory(runtime_dir: str | os.PathLike[str] | None = None) -> Path
     return Path(runtime_dir or os.environ.get(RUNTIME_DIR_VARIABLE) or DEFAULT_RUNTIME_DIR)
 
 
-def connect(path: Path, kind: socket.SocketKind, timeout: float) -> socket.socket:
-    """A connected socket with that timeout set.
+def connect(path: Path, kind: socket.SocketKind, timeout: float, service: str = "syshaxd") -> socket.socket:
+    """A connected socket with that timeout set. service: whose it is, for errors.
 
     Raises DaemonAbsentError, NotAllowedError (names the group and the socket's mode), RequestTimeoutError when the
     daemon's queue of connections stays full, InvalidArgumentError for a path that no socket can have.
@@ -50,31 +50,37 @@ def connect(path: Path, kind: socket.SocketKind, timeout: float) -> socket.socke
             except BlockingIOError:  # the listener's backlog is full
                 if time.monotonic() >= deadline:
                     raise RequestTimeoutError(
-                        f"{path}: syshaxd accepted no connection within {timeout:g} s",
+                        f"{path}: {service} accepted no connection within {timeout:g} s",
                         "is the daemon stopped or stuck?",
                     ) from None
                 time.sleep(0.01)
     except OSError as error:
         connection.close()
-        raise _connect_error(path, error) from error
+        raise _connect_error(path, error, service) from error
     except BaseException:
         connection.close()
         raise
 
 
-def _connect_error(path: Path, error: OSError) -> Exception:
-    start = f"start it with `systemctl start syshaxd`, or name its directory (runtime_dir or ${RUNTIME_DIR_VARIABLE})"
+_PLACES = {
+    "syshaxd": f"or name its directory (runtime_dir or ${RUNTIME_DIR_VARIABLE})",
+    "syshax-api": "or name its socket (--socket); it makes one where control.socket or its unit says so",
+}
+
+
+def _connect_error(path: Path, error: OSError, service: str) -> Exception:
+    start = f"start it with `systemctl start {service}`, {_PLACES[service]}"
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return DaemonAbsentError(f"no syshaxd at {path}: there is no such socket", start)
+        return DaemonAbsentError(f"no {service} at {path}: there is no such socket", start)
     if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE):
-        return DaemonAbsentError(f"no syshaxd listens on {path}: the socket is there, its daemon is not", start)
+        return DaemonAbsentError(f"no {service} listens on {path}: the socket is there, its daemon is not", start)
     if error.errno in (errno.EACCES, errno.EPERM):
         return NotAllowedError(
             f"{path} refuses this user (uid {os.geteuid()}): {_access(path)}",
             f"join the group: `usermod -aG {GROUP} USER`, then log in again; in a container run with that group's id",
         )
     if error.errno in (errno.EPROTOTYPE, errno.ENOTSOCK):
-        return InternalError(f"{path} is not the kind of socket that syshaxd makes: {error.strerror}")
+        return InternalError(f"{path} is not the kind of socket that {service} makes: {error.strerror}")
     if isinstance(error, TimeoutError):
         return RequestTimeoutError(f"{path}: connecting took too long", "is the daemon stopped or stuck?")
     return InternalError(f"{path}: {error}")

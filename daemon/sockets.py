@@ -84,7 +84,7 @@ def open_listeners(
         made = _handed_over(handed)
         for name, kind in _KINDS.items():
             if name not in made:
-                made[name] = _bind(runtime_dir / name, kind, group_id)
+                made[name] = bind_path(runtime_dir / name, kind, group_id)
                 own.append(runtime_dir / name)
     except BaseException:
         for path in own:
@@ -108,7 +108,7 @@ def _open_view(path: Path, group: str, private: bool) -> tuple[socket.socket | N
     """The socket, or why there is none. A directory that hands its group down (2750) spares the daemon membership."""
     try:
         path.parent.mkdir(mode=0o750, exist_ok=True)
-        view = _bind(path, socket.SOCK_STREAM, None)
+        view = bind_path(path, socket.SOCK_STREAM, None)
     except SyshaxError as error:
         return None, error.message
     except OSError as error:
@@ -181,7 +181,11 @@ def _handed_over(sockets: Sequence[tuple[str, socket.socket]]) -> dict[str, sock
     return found
 
 
-def _bind(path: Path, kind: socket.SocketKind, group_id: int | None) -> socket.socket:
+def bind_path(path: Path, kind: socket.SocketKind, group_id: int | None) -> socket.socket:
+    """A listening socket there, for its owner alone or 0660 for that group. A stale one goes.
+
+    Raises ConfigError, or AlreadyRunningError when somebody listens there.
+    """
     if len(os.fsencode(path)) > _PATH_BYTES:
         raise ConfigError(f"{path}: a socket's path has at most {_PATH_BYTES} bytes", "choose a shorter --runtime-dir")
     _remove_stale(path, kind)

@@ -6,21 +6,17 @@ Exit statuses are those of `syshax.errors`; docs/SYSHAXCTL.md lists them.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from pydantic import BaseModel
-from rich.console import Console, RenderableType
 
 from syshax.control import Control
-from syshax.ctl import screens, values, waiting
+from syshax.ctl import screens, values, waiting, workers
+from syshax.ctl.context import Context, console_on, context_of
 from syshax.doctor.examination import examine
 from syshax.doctor.findings import exit_status
 from syshax.errors import CheckpointError, InvalidArgumentError, NotFoundError, SyshaxError
@@ -45,48 +41,8 @@ from syshax.protocol import (
     UnloadAnswer,
 )
 
-M = TypeVar("M", bound=BaseModel)
-_PIPE_WIDTH = 160
-"""Where no terminal and no COLUMNS say otherwise: lines stay whole for grep and awk."""
 _INTERRUPTED = 130
 _FORMATS = ", ".join(BUILTIN_FORMATS)
-
-
-@dataclass
-class Context:
-    """What the global options say."""
-
-    control: Control
-    json: bool
-
-    def show(self, answer: M, screen: Callable[[M], RenderableType]) -> None:
-        """Prints the message for a program or a person."""
-        if self.json:
-            print(answer.model_dump_json(indent=2))
-        else:
-            show_screen(screen(answer))
-
-    def say(self, text: str) -> None:
-        """One line for a person."""
-        if not self.json:
-            print(text)
-
-
-def show_screen(what: RenderableType) -> None:
-    """On standard output; where that is no terminal, without the blanks that fill a table's lines."""
-    console = _console(stderr=False)
-    if console.is_terminal:
-        console.print(what, highlight=False)
-        return
-    with console.capture() as capture:
-        console.print(what, highlight=False)
-    print("\n".join(line.rstrip() for line in capture.get().splitlines()))
-
-
-def _console(stderr: bool) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
-    return Console(stderr=stderr, width=width, emoji=False, markup=False)
 
 
 app = typer.Typer(
@@ -102,6 +58,7 @@ sessions_app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 app.add_typer(sessions_app, name="sessions")
 cache_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Show and clear the packed cache.")
 app.add_typer(cache_app, name="cache")
+app.add_typer(workers.app, name="workers")
 
 
 def _show_version(wanted: bool) -> None:
@@ -129,22 +86,17 @@ def global_options(
     context.obj = Context(Control(runtime_dir, timeout), json)
 
 
-def _of(context: typer.Context) -> Context:
-    assert isinstance(context.obj, Context)
-    return context.obj
-
-
 @app.command()
 def status(context: typer.Context) -> None:
     """The daemon, its nodes, models and warnings on one screen."""
-    ctl = _of(context)
+    ctl = context_of(context)
     ctl.show(ctl.control.get("/v1/status", StatusAnswer), screens.status)
 
 
 @app.command()
 def models(context: typer.Context) -> None:
     """Every model: configured, loading, ready, failed."""
-    ctl = _of(context)
+    ctl = context_of(context)
     ctl.show(ctl.control.get("/v1/models", ModelsAnswer), screens.models)
 
 
@@ -167,7 +119,7 @@ def load(
     wait: Annotated[bool, typer.Option("--wait", help="Follow the load until it ends.")] = False,
 ) -> None:
     """Load a model's experts. Returns when the load has begun, with --wait when it has ended."""
-    ctl = _of(context)
+    ctl = context_of(context)
     if path is None and name is None:
         raise InvalidArgumentError("neither PATH nor --name is given", "syshaxctl load PATH, or load --name NAME")
     chosen = name or values.default_name(path or Path())
@@ -191,7 +143,7 @@ def load(
 
 def _follow(ctl: Context, model: ModelInfo) -> ModelInfo:
     try:
-        return waiting.wait_until_ready(ctl.control, model, _console(stderr=True))
+        return waiting.wait_until_ready(ctl.control, model, console_on(stderr=True))
     except KeyboardInterrupt:
         print(
             f"the load of {model.name} goes on in the daemon.\n"
@@ -208,7 +160,7 @@ def unload(
     force: Annotated[bool, typer.Option("--force", help="Also when sessions use it: they end.")] = False,
 ) -> None:
     """Free a model's memory, or cancel its load."""
-    ctl = _of(context)
+    ctl = context_of(context)
     where = f"/v1/models/{quote(name, safe='')}{'?force=1' if force else ''}"
     answer = ctl.control.delete(where, UnloadAnswer)
     assert answer is not None
@@ -221,7 +173,7 @@ def restart(
     drain: Annotated[bool, typer.Option("--drain", help="Let requests that are being computed finish first.")] = False,
 ) -> None:
     """Have the service manager start the daemon anew, and wait for it. Loaded models stay in memory."""
-    ctl = _of(context)
+    ctl = context_of(context)
     ctl.show(waiting.restart(ctl.control, drain), screens.restarted)
 
 
@@ -229,7 +181,7 @@ def restart(
 def sessions(context: typer.Context) -> None:
     """Show every attached worker, or change one."""
     if context.invoked_subcommand is None:
-        ctl = _of(context)
+        ctl = context_of(context)
         ctl.show(ctl.control.get("/v1/sessions", SessionsAnswer), screens.sessions)
 
 
@@ -246,7 +198,7 @@ def sessions_set(
     ] = None,
 ) -> None:
     """Give a session another class or share, for as long as it lasts. Its own user may lower them only."""
-    ctl = _of(context)
+    ctl = context_of(context)
     if priority is None and share is None:
         raise InvalidArgumentError(
             "neither --priority nor --share is given", "syshaxctl sessions set 3 --priority batch"
@@ -261,7 +213,7 @@ def sessions_kick(
     context: typer.Context, session: Annotated[int, typer.Argument(metavar="ID", help="Its number in the list.", min=0)]
 ) -> None:
     """End a session for good: its requests end in an error, and its worker does not attach again by itself."""
-    ctl = _of(context)
+    ctl = context_of(context)
     answer = ctl.control.delete(f"/v1/sessions/{session}", SessionsAnswer)
     assert answer is not None
     ctl.show(answer, lambda _: f"session {session} was ended")
@@ -270,21 +222,21 @@ def sessions_kick(
 @app.command()
 def topology(context: typer.Context) -> None:
     """The machine's nodes and CPUs, and the plan made of them."""
-    ctl = _of(context)
+    ctl = context_of(context)
     ctl.show(ctl.control.get("/v1/topology", TopologyAnswer), screens.topology)
 
 
 @app.command()
 def kernels(context: typer.Context) -> None:
     """Every kernel, whether this CPU can run it, and which are chosen."""
-    ctl = _of(context)
+    ctl = context_of(context)
     ctl.show(ctl.control.get("/v1/kernels", KernelsAnswer), screens.kernels)
 
 
 @app.command()
 def doctor(context: typer.Context) -> None:
     """Look for what is wrong or slow, with or without a daemon. Exit status 1: warnings, 2: errors."""
-    ctl = _of(context)
+    ctl = context_of(context)
     answer = examine(ctl.control)
     ctl.show(answer, screens.doctor)
     if status := exit_status(answer.checks):
@@ -294,7 +246,7 @@ def doctor(context: typer.Context) -> None:
 @cache_app.command("list")
 def cache_list(context: typer.Context) -> None:
     """Packed models on the disk, those first that would go first."""
-    ctl = _of(context)
+    ctl = context_of(context)
     ctl.show(ctl.control.get("/v1/cache", CacheAnswer), screens.cache)
 
 
@@ -305,7 +257,7 @@ def cache_prune(
     all: Annotated[bool, typer.Option("--all", help="Every entry that is not in use.")] = False,
 ) -> None:
     """Remove entries that no load can use any more, or the named ones, or all. Never one in use."""
-    ctl = _of(context)
+    ctl = context_of(context)
     if all and keys:
         raise InvalidArgumentError("keys and --all are both given", "syshaxctl cache prune KEY..., or --all")
     request = values.request(CachePruneRequest, keys=keys or [], all=all)
@@ -321,7 +273,7 @@ def config_show(
     ] = False,
 ) -> None:
     """The configuration in force and where each value comes from."""
-    ctl = _of(context)
+    ctl = context_of(context)
     answer = ctl.control.get("/v1/config", ConfigAnswer)
     known = [dotted for dotted, _ in screens.flat(answer.effective)]
     if key and not any(dotted == key or dotted.startswith(f"{key}.") for dotted in known):
@@ -335,7 +287,7 @@ def config_set(
     pairs: Annotated[list[str], typer.Argument(metavar="KEY=VALUE...", help="Values are TOML; bare words are text.")],
 ) -> None:
     """Change values now and after a restart; the administrator's file stays as it is. KEY= goes back to that file."""
-    ctl = _of(context)
+    ctl = context_of(context)
     words = [f"{pairs[0]}={pairs[1]}"] if len(pairs) == 2 and "=" not in pairs[0] else pairs
     given = {key: None if value == "" else value for key, value in values.assignments(words).items()}
     answer = ctl.control.patch("/v1/config", ConfigSetRequest(values=given), ConfigChangeAnswer)
@@ -345,7 +297,7 @@ def config_set(
 @config_app.command("reload")
 def config_reload(context: typer.Context) -> None:
     """Read the configuration files again and apply what can be applied."""
-    ctl = _of(context)
+    ctl = context_of(context)
     ctl.show(ctl.control.post("/v1/config/reload", None, ConfigChangeAnswer), screens.config_change)
 
 

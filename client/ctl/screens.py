@@ -36,7 +36,7 @@ from syshax.protocol import (
     TopologyAnswer,
 )
 
-_STATE_STYLE = {
+STATE_STYLE = {
     "ready": "green",
     "loading": "cyan",
     "starting": "cyan",
@@ -45,6 +45,8 @@ _STATE_STYLE = {
     "draining": "yellow",
     "degraded": "yellow",
     "failed": "red",
+    "partly ready": "yellow",
+    "leaving": "yellow",
 }
 _LONGEST_CLIENT = 40
 _IDLE_SECONDS = 60
@@ -66,14 +68,14 @@ def table(*columns: str) -> Table:
 
 
 def _state(state: str) -> Text:
-    return Text(state, style=_STATE_STYLE.get(state, ""))
+    return Text(state, style=STATE_STYLE.get(state, ""))
 
 
 def _indented(what: RenderableType) -> Padding:
     return Padding(what, (0, 0, 0, 2))
 
 
-def _notes(lines: Iterable[tuple[str, str]], style: str) -> Table:
+def remarks(lines: Iterable[tuple[str, str]], style: str) -> Table:
     """Hanging paragraphs: a mark, then text that folds under itself."""
     notes = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1, 0, 0))
     notes.add_column(no_wrap=True, style=style)
@@ -94,7 +96,7 @@ def status(answer: StatusAnswer) -> RenderableType:
     else:
         parts += [Text("no models: syshaxctl load PATH --name NAME --format FORMAT", style="dim")]
     if answer.warnings:
-        parts += ["", _notes((("warning:", text) for text in answer.warnings), "yellow")]
+        parts += ["", remarks((("warning:", text) for text in answer.warnings), "yellow")]
     return Group(*parts)
 
 
@@ -103,12 +105,12 @@ def _daemon(answer: StatusAnswer) -> Table:
     head.add_column(style="bold", no_wrap=True)
     head.add_column(overflow="fold")
     state = Text.assemble(
-        (answer.state, _STATE_STYLE.get(answer.state, "")),
+        (answer.state, STATE_STYLE.get(answer.state, "")),
         f", up {units.duration(answer.uptime_seconds)}, version {answer.version}, pid {answer.pid}",
     )
     head.add_row("syshaxd", state)
     if answer.reason:
-        head.add_row("", Text(answer.reason, style=_STATE_STYLE.get(answer.state, "")))
+        head.add_row("", Text(answer.reason, style=STATE_STYLE.get(answer.state, "")))
     isa = answer.isa if answer.isa == answer.isa_best else f"{answer.isa} (this CPU can do {answer.isa_best})"
     head.add_row("CPU", Text(f"{answer.cpu}, kernels for {isa}"))
     limit = f" of {units.size(answer.memory_limit_bytes)} allowed" if answer.memory_limit_bytes else ""
@@ -176,7 +178,7 @@ def models_table(rows: list[ModelInfo]) -> RenderableType:
         )
         if note := model_note(model):
             notes.append((f"{model.name}:", note))
-    return Group(made, "", _notes(notes, "bold")) if notes else made
+    return Group(made, "", remarks(notes, "bold")) if notes else made
 
 
 def model_note(model: ModelInfo) -> str:
@@ -223,7 +225,7 @@ def sessions(answer: SessionsAnswer) -> RenderableType:
             _median_and_worst(session.service_ms_p50, session.service_ms_p99, session.requests),
         )
     notes = [("warning:", text) for session in answer.sessions for text in _session_troubles(session)]
-    legend = _notes(
+    legend = remarks(
         [
             ("use:", "of the data plane's time in the last seconds"),
             (
@@ -233,7 +235,7 @@ def sessions(answer: SessionsAnswer) -> RenderableType:
         ],
         "dim",
     )
-    return Group(made, "", *([_notes(notes, "yellow")] if notes else []), legend)
+    return Group(made, "", *([remarks(notes, "yellow")] if notes else []), legend)
 
 
 def _shortened(name: str) -> str:
@@ -307,7 +309,7 @@ def kernels(answer: KernelsAnswer) -> RenderableType:
             ", ".join(dtype.value for dtype in kernel.chosen_for) or "-",
             kernel.vendor,
         )
-    features = _notes([("CPU features:", " ".join(answer.cpu_features)), ("kernels up to:", answer.isa)], "bold")
+    features = remarks([("CPU features:", " ".join(answer.cpu_features)), ("kernels up to:", answer.isa)], "bold")
     if not answer.libraries:
         return Group(features, "", made)
     notes = [
@@ -316,7 +318,7 @@ def kernels(answer: KernelsAnswer) -> RenderableType:
     ]
     refused = any(not library.loaded for library in answer.libraries)
     heading = Text("operator libraries" + (", some of them refused" if refused else ""), style="bold")
-    return Group(features, "", made, "", heading, _notes(notes, "bold"))
+    return Group(features, "", made, "", heading, remarks(notes, "bold"))
 
 
 # -------------------------------------------------------------------- config
@@ -341,7 +343,7 @@ def config(answer: ConfigAnswer, under: str = "", origin: bool = False) -> Rende
     if not answer.needs_restart:
         return made
     waiting = ", ".join(answer.needs_restart)
-    return Group(made, "", _notes([("restart needed:", f"{waiting} (systemctl restart syshaxd)")], "yellow"))
+    return Group(made, "", remarks([("restart needed:", f"{waiting} (systemctl restart syshaxd)")], "yellow"))
 
 
 def origin_text(origin: Origin) -> str:
@@ -379,7 +381,7 @@ def toml_value(value: Any) -> str:
 def config_change(answer: ConfigChangeAnswer) -> RenderableType:
     """The keys by what became of them. The daemon's message says that in a sentence: it is shown when no key is."""
     lines = [(f"{name}:", ", ".join(keys)) for name, keys in _change_groups(answer) if keys]
-    return _notes(lines or [("unchanged:", answer.message or "nothing differs")], "bold")
+    return remarks(lines or [("unchanged:", answer.message or "nothing differs")], "bold")
 
 
 def _change_groups(answer: ConfigChangeAnswer) -> list[tuple[str, list[str]]]:
@@ -407,13 +409,13 @@ def cache(answer: CacheAnswer) -> RenderableType:
         used = units.duration(max(0, round(time.time() - entry.used_at)))
         made.add_row(entry.key, entry.name or "-", entry.format or "-", units.size(entry.bytes), f"{used} ago", state)
     notes = [(f"{entry.key}:", entry.useless) for entry in answer.entries if entry.useless]
-    return Group(facts, "", made, "", _notes(notes, "yellow")) if notes else Group(facts, "", made)
+    return Group(facts, "", made, "", remarks(notes, "yellow")) if notes else Group(facts, "", made)
 
 
 def cache_pruned(answer: CachePruneAnswer) -> RenderableType:
     lines = [("removed:", ", ".join(answer.removed))] if answer.removed else []
     lines += [("in use:", ", ".join(answer.kept))] if answer.kept else []
-    return _notes([*lines, ("freed:", units.size(answer.bytes))], "bold")
+    return remarks([*lines, ("freed:", units.size(answer.bytes))], "bold")
 
 
 # -------------------------------------------------------------------- doctor

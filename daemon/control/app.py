@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -16,11 +17,12 @@ from pydantic import BaseModel, ValidationError
 
 from syshax.errors import InternalError, InvalidArgumentError, NotFoundError, SyshaxError, TooLargeError
 from syshax.protocol import ErrorAnswer, ErrorBody
-from syshaxd.control.connections import Connection
-from syshaxd.core import Core, translated
+from syshaxd.control.connections import Connection, Connections
 from syshaxd.quantities import human_size
 
 log = logging.getLogger(__name__)
+BACKLOG = 128
+"""Connections that the kernel holds; asyncio accepts at most so many before it looks at the others."""
 BOOT_ID_HEADER = "X-Syshax-Boot-Id"
 BODY_SECONDS = 10.0
 _MAX_BODY = 1 << 30
@@ -87,9 +89,12 @@ def _fault(message: type[BaseModel], detail: dict[str, object]) -> str:
 
 
 def make_app(
-    core: Core, boot_id: str, names: Sequence[str], add_routes: Callable[[web.UrlDispatcher], None]
+    cause_of: Callable[[Exception], Exception],
+    boot_id: str,
+    names: Sequence[str],
+    add_routes: Callable[[web.UrlDispatcher], None],
 ) -> web.Application:
-    """names: the routes that an error for another one lists."""
+    """cause_of: what an exception means. names: the routes that an error for another one lists."""
 
     @web.middleware
     async def same_form(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -103,7 +108,7 @@ def make_app(
         except web.HTTPException as error:
             answer = error_answer(_http_error(request, error, names))
         except Exception as error:
-            cause = translated(core, error)
+            cause = cause_of(error)
             if not isinstance(cause, SyshaxError):
                 log.exception("%s %s failed", request.method, request.path)
                 cause = InternalError(
@@ -126,3 +131,21 @@ def _http_error(request: web.Request, error: web.HTTPException, names: Sequence[
         paths = ", ".join(route for route in names if route.split()[1].split("/{")[0] in request.path)
         return NotFoundError(f"there is no {request.method} {request.path}", f"routes: {paths or ', '.join(names)}")
     return InvalidArgumentError(f"{request.method} {request.path}: {error.reason}")
+
+
+class Site(web.BaseSite):
+    """The listening socket, with our bounds on its connections."""
+
+    def __init__(self, runner: web.AppRunner, listener: socket.socket, bounds: Connections) -> None:
+        super().__init__(runner)
+        self._listener, self._serve, self._bounds = listener, runner.server, bounds
+
+    @property
+    def name(self) -> str:
+        return f"http://unix:{self._listener.getsockname()}:"
+
+    async def start(self) -> None:
+        await super().start()
+        assert self._serve is not None
+        factory = self._bounds.wrap(self._serve)
+        self._server = await asyncio.get_running_loop().create_server(factory, sock=self._listener, backlog=BACKLOG)

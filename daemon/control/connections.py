@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -100,7 +101,7 @@ class Connection(asyncio.Protocol):
         self._uid = -1
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
         self._transport = transport
         uid = peer_of(transport.get_extra_info("socket")).uid
         if reason := self._all.enter(uid):

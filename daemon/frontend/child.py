@@ -70,14 +70,15 @@ class Child:
         assert self._commands is not None
         return await self._commands.do(name, **fields)
 
-    async def _begin(self, config: dict[str, Any]) -> str:
+    async def _begin(self, config: dict[str, Any], wanted: list[dict[str, Any]]) -> str:
         """The readiness, once workers have been looked at."""
         settings = ApiConfig.model_validate(config)
         set_up_logging(LoggingConfig(level=settings.logging.level, format=settings.logging.format), "syshax-api")
         self._server = Server(settings, key_ring(settings), self._board)
-        self._commands = Commands(self._server)
+        self._commands = Commands(self._server, settings.timeouts.drain_seconds)
         await self._server.start()
         self._server.app.workers.start()
+        await self._commands.set_workers(wanted)
         await self._server.app.workers.first_look(FIRST_LOOK_SECONDS)
         self._taker = Taker(self._connections, self._server.protocol)
         self._taker.start()

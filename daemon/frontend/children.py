@@ -42,9 +42,9 @@ class Child:
         self.status = ""
         self.serving = asyncio.create_task(channel.serve(self._hear))
 
-    async def begin(self, config: ApiConfig) -> None:
+    async def begin(self, config: ApiConfig, wanted: list[dict[str, Any]]) -> None:
         """Until it takes connections. Raises `SyshaxError`, or `ConnectionError` when it ends instead."""
-        self.status = await self.channel.ask("begin", config=config.model_dump(mode="json"))
+        self.status = await self.channel.ask("begin", config=config.model_dump(mode="json"), wanted=wanted)
         self.up = True
 
     async def _hear(self, name: str, **fields: Any) -> None:

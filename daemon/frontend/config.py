@@ -181,6 +181,17 @@ class Tracing(Settings):
     )
 
 
+class Control(Settings):
+    socket: str = Field(
+        default="",
+        description="Unix socket for `syshaxctl workers`. Empty: control.sock in the directory that systemd makes for "
+        "the unit (RuntimeDirectory=), else none.",
+    )
+    admin_group: str = Field(
+        default="syshax-admin", description="Its members may use it, beside root and the user of syshax-api."
+    )
+
+
 class Logging(Settings):
     level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level written.")
     format: Literal["text", "json"] = Field(default="text", description="Lines for people or objects for collectors.")
@@ -219,6 +230,7 @@ class ApiConfig(Settings):
     health: Health = Field(default=Health(), description="How workers are checked.")
     daemon: Daemon = Field(default=Daemon(), description="The daemon that holds the workers' experts, on this host.")
     tracing: Tracing = Field(default=Tracing(), description="Trace context, for workers that export spans.")
+    control: Control = Field(default=Control(), description="Who changes workers while it runs.")
     logging: Logging = Field(default=Logging(), description="To standard error.")
 
     def worker_groups(self) -> dict[str, Group]:

@@ -22,6 +22,8 @@ from syshaxd.frontend.app import App
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.commands import Commands, reload_and_tell
 from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.control import Control
+from syshaxd.frontend.fleet import Fleet
 from syshaxd.frontend.keys import KeyRing
 from syshaxd.frontend.listening import BACKLOG, address_of, listen
 from syshaxd.frontend.server import Server
@@ -85,7 +87,13 @@ class Process:
         await server.start()
         try:
             stop = Stop()
-            commands = Commands(server)
+            commands = Commands(server, self._config.timeouts.drain_seconds)
+
+            async def ask_all(name: str, **fields: Any) -> list[Any]:
+                return [await commands.do(name, **fields)]
+
+            control = Control(self._config, Fleet(self._config, ask_all))
+            await control.start()
             asyncio.get_running_loop().add_signal_handler(
                 signal.SIGHUP, lambda: self._keep(reload_and_tell(lambda: commands.do("reload")))
             )
@@ -98,6 +106,7 @@ class Process:
             self._keep(self._report(server.app))
             self._keep(keep_alive(self._notifier))
             await stop.wait()
+            await control.close()
             self._notifier.stopping(f"finishing {len(server.app.proxy.active)} requests")
             await server.drain()
         finally:

@@ -24,6 +24,8 @@ from syshaxd.frontend.board import Board
 from syshaxd.frontend.children import Child, Children
 from syshaxd.frontend.commands import reload_and_tell
 from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.control import Control
+from syshaxd.frontend.fleet import Fleet
 from syshaxd.frontend.listening import address_of, listen
 from syshaxd.frontend.process import Stop, keep_alive, key_ring
 from syshaxd.frontend.proxy import IN_PROGRESS
@@ -54,6 +56,8 @@ class Supervisor:
         self._notifier = Notifier()
         self._board = Board.share(config.processes + 1)
         self._children = Children(self._board)
+        self._fleet = Fleet(config, self.ask_all)
+        self._control = Control(config, self._fleet)
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = self._accepting = False
@@ -80,10 +84,12 @@ class Supervisor:
                     listener.setblocking(False)
                 log.info("listening on %s", ", ".join(address_of(listener) for listener in self._listeners))
                 self._accept_again()
+                await self._control.start()
                 self._notifier.ready("listening")
             self._keep(self._look())
             self._keep(keep_alive(self._notifier))
             await stop.wait()
+            await self._control.close()
             await self._drain(rows, bool(handed))
         finally:
             self._stopping = True
@@ -125,7 +131,8 @@ class Supervisor:
     async def _begin(self, child: Child) -> None:
         assert self._failed is not None
         try:
-            await child.begin(self._config)
+            await child.begin(self._config, self._fleet.wanted())
+            await child.channel.ask("set_workers", wanted=self._fleet.wanted())  # what changed meanwhile
         except (SyshaxError, ConnectionError) as error:
             child.kill()
             if not self._begun.is_set() and not self._stopping and not self._failed.done():

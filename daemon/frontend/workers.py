@@ -76,6 +76,12 @@ class Worker:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), pause)
 
+    async def close(self) -> None:
+        """Its connections end; this process has no opinion of it any more."""
+        self._gauge.forget()
+        self._experts_gauge.forget()
+        await self.upstream.close()
+
     def suspect(self) -> None:
         """A request failed on it in a way that does not prove it gone."""
         self._wake.set()
@@ -144,22 +150,38 @@ class Workers:
     """All configured workers."""
 
     def __init__(self, config: ApiConfig, metrics: Metrics, board: Board) -> None:
-        self.all = [
-            Worker(url, name, config, metrics, board)
-            for name, group in config.worker_groups().items()
-            for url in group.workers
-        ]
+
+        def make(url: str, group: str) -> Worker:
+            return Worker(url, group, config, metrics, board)
+
+        self._make = make
+        self.all = [self._make(url, name) for name, group in config.worker_groups().items() for url in group.workers]
         self.view = DaemonView(config.daemon.view_socket)
         self._daemon_seen = metrics.daemon_seen
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watches: dict[Worker, asyncio.Task[None]] = {}
+        self._view_watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(worker.watch()) for worker in self.all]
-        self._tasks.append(asyncio.create_task(self.view.watch(self._look_at_experts)))
+        self._watches = {worker: asyncio.create_task(worker.watch()) for worker in self.all}
+        self._view_watch = asyncio.create_task(self.view.watch(self._look_at_experts))
+
+    def add(self, url: str, group: str) -> None:
+        """One more. `group`: the name of a group of the configuration."""
+        worker = self._make(url, group)
+        self.all.append(worker)
+        self._watches[worker] = asyncio.create_task(worker.watch())
+
+    async def remove(self, worker: Worker) -> None:
+        """It is gone at once; what it answers breaks off."""
+        self.all.remove(worker)
+        watch = self._watches.pop(worker)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await worker.close()
 
     async def _look_at_experts(self) -> None:
         self._daemon_seen.set(self.view.sessions is not None)
-        for worker in self.all:
+        for worker in list(self.all):
             await worker.look_at_experts(self.view)
 
     async def first_look(self, seconds: float) -> None:
@@ -170,24 +192,25 @@ class Workers:
 
     async def close(self) -> None:
         """Ends checks and connections."""
-        for task in self._tasks:
+        tasks = [*self._watches.values(), *([self._view_watch] if self._view_watch else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for worker in self.all:
-            await worker.upstream.close()
+            await worker.close()
         await self.view.close()
 
     def models(self) -> dict[str, dict[str, Any]]:
         """Model id -> object, of ready workers; the first that lists an id gives its object."""
         merged: dict[str, dict[str, Any]] = {}
         for worker in self.all:
-            for name, listed in worker.models.items() if worker.ready else ():
+            for name, listed in worker.models.items() if worker.takes_requests else ():
                 merged.setdefault(name, listed)
         return merged
 
     def unready_reason(self) -> str:
         """Why no request can be served; "" when one can."""
-        if any(worker.ready for worker in self.all):
+        if any(worker.takes_requests for worker in self.all):
             return ""
-        reasons = "; ".join(dict.fromkeys(worker.reason for worker in self.all))
-        return f"no worker is ready ({len(self.all)} configured): {reasons}"
+        reasons = "; ".join(dict.fromkeys(worker.reason or "it is draining" for worker in self.all))
+        return f"no worker is ready ({len(self.all)} known): {reasons}" if self.all else "there is no worker"
