@@ -16,6 +16,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from syshax.errors import DaemonLostError, InternalError, RequestTimeoutError, VersionError, error_from_code
+from syshax.front import FRONT_SOCKET, FRONT_SOCKET_VARIABLE
 from syshax.protocol import CONTROL_SOCKET, ErrorAnswer
 from syshax.sockets import connect, runtime_directory
 
@@ -42,10 +43,11 @@ class Control:
         self.service = "syshaxd"
 
     @classmethod
-    def at(cls, path: Path, timeout: float, service: str) -> Control:
-        """That of another service of ours, whose socket lies there."""
-        control = cls(path.parent, timeout)
-        control.path, control.service = path, service
+    def of_front(cls, path: Path | None, timeout: float) -> Control:
+        """That of syshax-api, on this socket, else $SYSHAX_API_SOCKET, else the usual one."""
+        control = cls(timeout=timeout)
+        control.path = path or Path(os.environ.get(FRONT_SOCKET_VARIABLE) or FRONT_SOCKET)
+        control.service = "syshax-api"
         return control
 
     def get(self, path: str, answer: type[Message]) -> Message:

@@ -6,7 +6,8 @@ from pydantic import Field
 
 from syshax.protocol import Answer, Request
 
-DEFAULT_SOCKET = "/run/syshax-api/control.sock"
+FRONT_SOCKET = "/run/syshax-api/control.sock"
+FRONT_SOCKET_VARIABLE = "SYSHAX_API_SOCKET"
 FRONT_ROUTES: dict[str, str] = {
     "GET /v1/workers": "WorkersAnswer",
     "POST /v1/workers": "WorkerAddRequest -> WorkerChangeAnswer",

@@ -64,7 +64,7 @@ def connect(path: Path, kind: socket.SocketKind, timeout: float, service: str = 
 
 _PLACES = {
     "syshaxd": f"or name its directory (runtime_dir or ${RUNTIME_DIR_VARIABLE})",
-    "syshax-api": "or name its socket (--socket); it makes one where control.socket or its unit says so",
+    "syshax-api": "or name its socket (--api-socket); it makes one where control.socket or its unit says so",
 }
 
 

@@ -78,12 +78,18 @@ def global_options(
         typer.Option(help="The daemon's directory [$SYSHAX_RUNTIME_DIR or /run/syshax].", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the protocol's message instead of a table.")] = False,
+    api_socket: Annotated[
+        Path | None,
+        typer.Option(
+            help="syshax-api's control socket [$SYSHAX_API_SOCKET or /run/syshax-api/control.sock].", show_default=False
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for one answer.", min=0.1)] = 30.0,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    context.obj = Context(Control(runtime_dir, timeout), json)
+    context.obj = Context(Control(runtime_dir, timeout), Control.of_front(api_socket, timeout), json)
 
 
 @app.command()
@@ -309,9 +315,9 @@ def _globals_first(words: list[str]) -> list[str]:
     for word in queue:
         if word == "--":
             rest += [word, *queue]
-        elif word == "--json" or word.startswith("--runtime-dir="):
+        elif word == "--json" or word.startswith(("--runtime-dir=", "--api-socket=")):
             front.append(word)
-        elif word == "--runtime-dir":
+        elif word in ("--runtime-dir", "--api-socket"):
             front += [word, *([value] if (value := next(queue, None)) is not None else [])]
         else:
             rest.append(word)

@@ -24,6 +24,9 @@ class Context:
     """What the global options say."""
 
     control: Control
+    """Of the daemon."""
+    front: Control
+    """Of syshax-api."""
     json: bool
 
     def show(self, answer: M, screen: Callable[[M], RenderableType]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
 
@@ -10,12 +9,10 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from syshax.control import Control
 from syshax.ctl import units, values
 from syshax.ctl.context import Context, context_of
 from syshax.ctl.screens import STATE_STYLE, remarks, table
 from syshax.front import (
-    DEFAULT_SOCKET,
     WorkerAddRequest,
     WorkerChangeAnswer,
     WorkerDrainRequest,
@@ -23,26 +20,15 @@ from syshax.front import (
     WorkersAnswer,
 )
 
-SOCKET_VARIABLE = "SYSHAX_API_SOCKET"
 app = typer.Typer(invoke_without_command=True, rich_markup_mode=None)
 Url = Annotated[str, typer.Argument(metavar="URL", help="As the list shows it.")]
 
 
 @app.callback()
-def workers(
-    context: typer.Context,
-    socket: Annotated[
-        Path,
-        typer.Option(
-            help=f"Control socket of syshax-api [{DEFAULT_SOCKET}].", envvar=SOCKET_VARIABLE, show_default=False
-        ),
-    ] = Path(DEFAULT_SOCKET),
-) -> None:
+def workers(context: typer.Context) -> None:
     """Show the vLLM workers behind syshax-api, or change them until its next restart."""
-    ctl = context_of(context)
-    ctl.control = Control.at(socket, ctl.control.timeout, "syshax-api")
     if context.invoked_subcommand is None:
-        show_all(ctl)
+        show_all(context_of(context))
 
 
 @app.command("list")
@@ -61,7 +47,7 @@ def workers_add(
 ) -> None:
     """One more worker."""
     ctl = context_of(context)
-    ctl.show(ctl.control.post("/v1/workers", WorkerAddRequest(url=url, group=group), WorkerChangeAnswer), changed)
+    ctl.show(ctl.front.post("/v1/workers", WorkerAddRequest(url=url, group=group), WorkerChangeAnswer), changed)
 
 
 @app.command("drain")
@@ -80,14 +66,14 @@ def workers_undrain(context: typer.Context, url: Url) -> None:
 def workers_remove(context: typer.Context, url: Url) -> None:
     """It finishes what it has, within the front-end's timeouts.drain_seconds, then it is gone."""
     ctl = context_of(context)
-    answer = ctl.control.delete(_path(url), WorkerChangeAnswer)
+    answer = ctl.front.delete(_path(url), WorkerChangeAnswer)
     assert answer is not None
     ctl.show(answer, changed)
 
 
 def _set_draining(ctl: Context, url: str, draining: bool) -> None:
     request = values.request(WorkerDrainRequest, draining=draining)
-    ctl.show(ctl.control.patch(_path(url), request, WorkerChangeAnswer), changed)
+    ctl.show(ctl.front.patch(_path(url), request, WorkerChangeAnswer), changed)
 
 
 def _path(url: str) -> str:
@@ -95,7 +81,7 @@ def _path(url: str) -> str:
 
 
 def show_all(ctl: Context) -> None:
-    ctl.show(ctl.control.get("/v1/workers", WorkersAnswer), listed)
+    ctl.show(ctl.front.get("/v1/workers", WorkersAnswer), listed)
 
 
 def listed(answer: WorkersAnswer) -> RenderableType:

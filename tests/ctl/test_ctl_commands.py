@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ctl_fixtures import GIB, LOADING, READY, FakeControl, RunCtl, session
+from ctl_fixtures import BOOT, GIB, LOADING, READY, FakeControl, RunCtl, session
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syshax import errors
 from syshax.ctl import values, waiting
+from syshax.front import WorkerChangeAnswer, WorkerInfo, WorkersAnswer
 from syshax.protocol import ModelInfo, ModelState, Progress, RestartAnswer, SessionInfo, SessionsAnswer
 
 DOCS = Path(__file__).parents[2] / "docs" / "SYSHAXCTL.md"
@@ -341,3 +343,33 @@ def test_a_restart_after_which_nothing_comes_ends_in_words(
     ran = ctl("restart")
     assert ran.status == 9 and f"the old one (pid {old.pid}) is still there" in ran.err and "journalctl" in ran.err
     assert control.asked[0] == ("POST /v1/restart", {"drain": False})
+
+
+WORKER = WorkerInfo(url="http://h:1", group="default", state="ready", models=["m"], outstanding=3, requests=70)
+
+
+def test_workers_are_listed_and_changed(control: FakeControl, ctl: RunCtl) -> None:
+    away = WorkerInfo(
+        url="unix:/w.sock", group="fast", state="not ready", reason="connection refused", experts="attached"
+    )
+    hand = WORKER.model_copy(
+        update={"url": "http://h:2", "configured": False, "ttft_ms_p50": 41.5, "ttft_ms_p99": 980.2}
+    )
+    control.replies["GET /v1/workers"] = WorkersAnswer(boot_id=BOOT, processes=2, workers=[WORKER, away, hand])
+    changed = WorkerChangeAnswer(
+        boot_id=BOOT, url="http://h:2", group="default", message="is added", permanent='workers = ["http://h:2"]'
+    )
+    for route in ("POST /v1/workers", "PATCH /v1/workers/http%3A%2F%2Fh%3A2", "DELETE /v1/workers/http%3A%2F%2Fh%3A2"):
+        control.replies[route] = changed
+    front = ["--api-socket", str(control.folder / "control.sock")]
+    for words in (["workers"], ["workers", "list"]):
+        out = ctl(*words, *front).out
+        assert "42 / 980" in out and "unix:/w.sock: connection refused" in out and "experts: not known" in out
+        assert "added by hand" in out and all(len(line) <= 80 for line in out.splitlines())
+    assert json.loads(ctl("--json", "workers", *front).out)["workers"][0]["outstanding"] == 3
+    for verb in (["add", "http://h:2", "--group", "default"], ["drain", "http://h:2"], ["remove", "http://h:2"]):
+        out = ctl("workers", *verb, *front, width=120).out
+        assert 'its configuration needs: workers = ["http://h:2"]' in out
+    assert [body for route, body in control.asked if not route.startswith("GET")] == [
+        {"url": "http://h:2", "group": "default"}, {"draining": True}, None,
+    ]  # fmt: skip

@@ -20,7 +20,6 @@ import syshax.protocol as protocol
 from syshax.errors import ERRORS, NotAllowedError, UnknownModelError
 from syshax.protocol import Closing, ErrorAnswer, LoadRequest, ModelInfo, StatusAnswer
 from syshax.routes import ROUTES
-from syshaxd.config import Config
 from syshaxd.control.rights import Rights
 from syshaxd.peers import Peer, peer_of
 
@@ -330,7 +329,7 @@ def test_who_is_an_administrator(monkeypatch: pytest.MonkeyPatch) -> None:
         gr_gid = 77
 
     monkeypatch.setattr(grp, "getgrnam", lambda name: Group() if name == "syshax-admin" else {}[name])
-    system, own = Rights(Config, None), Rights(Config, 1000)
+    system, own = Rights(lambda: "syshax-admin", None), Rights(lambda: "syshax-admin", 1000)
     assert system.is_administrator(Peer(1, 0, 0, frozenset()))
     assert system.is_administrator(Peer(1, 1000, 5, frozenset({5, 77})))
     assert not system.is_administrator(Peer(1, 1000, 5, frozenset({5})))
