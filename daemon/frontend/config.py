@@ -84,7 +84,7 @@ class Affinity(Settings):
         description="Requests that begin alike go to the same worker of their group, whose cache holds their prefix.",
     )
     load_factor: float = Field(
-        default=1.25,
+        default=1.5,
         ge=1,
         le=100,
         description="But never to a worker that would then have more than this times the mean of requests in progress.",
