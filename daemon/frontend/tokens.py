@@ -11,11 +11,13 @@ import re
 
 from syshaxd.frontend.instruments import Counter
 
-_EVENT_END = b"\n\n"
+_NEWLINE = ord("\n")
 _DONE = b"data: [DONE]"
 _USAGE = b'"usage"'
 _END_BYTES = 4096
 """So far from the end `usage` is looked for."""
+_TOLD_AT = 24
+"""Newlines that are kept back before the counter on the board is told: that costs more than they do."""
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens"\s*:\s*(\d{1,15})')
 _GENERATED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
 
@@ -23,43 +25,63 @@ _GENERATED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,15})')
 class Tokens:
     """Those of one answer; the counters grow while it passes.
 
-    Events are counted two chunks late: the last two may hold `usage` and `[DONE]`, which are no tokens. The first event
-    is not counted: in a chat it only names the role, and it makes up for the one with the finish reason otherwise.
+    An event is its lines and an empty one, so newlines tell events, wherever chunks are cut. They are counted two
+    chunks late: the last two may hold `usage` and `[DONE]`, which are no tokens. The first event is not counted: in a
+    chat it only names the role, and it makes up for the one with the finish reason otherwise.
     """
 
-    __slots__ = ("_counted", "_generated", "_in_newer", "_in_older", "_newer", "_older", "_prompt", "_streamed")
+    __slots__ = (
+        "_counted",
+        "_generated",
+        "_in_newer",
+        "_in_older",
+        "_lines",
+        "_newer",
+        "_newlines",
+        "_older",
+        "_prompt",
+        "_streamed",
+        "_tell_at",
+    )
 
     def __init__(self, prompt: Counter, generated: Counter, streamed: bool) -> None:
         self._prompt, self._generated, self._streamed = prompt, generated, streamed
         self._older = self._newer = b""
         self._in_older = self._in_newer = 0
-        self._counted = -1
+        self._newlines, self._tell_at = 0, _TOLD_AT
+        self._lines = 0
+        """Newlines of an event; 0: none has come yet."""
+        self._counted = 0
 
     def passed(self, chunk: bytes) -> None:
         """The next part of the body; of the last two no more is kept than `usage` may need."""
-        if self._in_older:
-            self._count(self._in_older)
-        self._in_older = self._in_newer
         if self._streamed:
-            self._in_newer = chunk.count(_EVENT_END)
+            self._newlines += self._in_older
+            if self._newlines >= self._tell_at:
+                self._tell_at = self._newlines + _TOLD_AT
+                self._tell(self._newlines // self._lines - 1)
+            self._in_older, self._in_newer = self._in_newer, chunk.count(_NEWLINE)
+            if not self._lines:
+                self._lines = 3 if chunk.startswith(b"event:") else 2
         self._older, self._newer = self._newer, chunk if len(chunk) <= _END_BYTES else chunk[-_END_BYTES:]
 
     def end(self) -> None:
         """The answer has ended, or was broken off."""
-        end = (self._older + self._newer)[-_END_BYTES:]
-        prompt, generated = usage_of(end)
+        whole = self._older + self._newer
+        prompt, generated = usage_of(whole[-_END_BYTES:])
         self._prompt.inc(prompt)
-        if generated is None and self._streamed:
-            self._count(self._in_older + self._in_newer - (_DONE in end))
-        elif generated is not None:
-            self._generated.inc(max(0, generated - max(0, self._counted)))
+        if generated is not None:
+            self._tell(generated)
+        elif self._lines:
+            newlines = self._newlines + self._in_older + self._in_newer
+            self._tell(newlines // self._lines - 1 - (_DONE in whole))
         self._older = self._newer = b""
 
-    def _count(self, events: int) -> None:
-        before = max(0, self._counted)
-        self._counted += events
-        if self._counted > before:
-            self._generated.inc(self._counted - before)
+    def _tell(self, generated: int) -> None:
+        """So many by now; a counter cannot take back what it was told before."""
+        if generated > self._counted:
+            self._generated.inc(generated - self._counted)
+            self._counted = generated
 
 
 def usage_of(end: bytes) -> tuple[int, int | None]:

