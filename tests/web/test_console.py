@@ -96,13 +96,18 @@ async def test_states_are_words_and_marks_not_colours_alone(setup: Setup, daemon
 async def test_a_key_is_asked_for_kept_and_forgotten(
     setup: Setup, daemon: FakeDaemon, browser: Browser, tmp_path: Path
 ) -> None:
-    front = await front_of(setup, daemon, keys=write_keys(tmp_path / "keys.toml", {"sk-right": {}}))
+    front = await front_of(
+        setup, daemon, keys=write_keys(tmp_path / "keys.toml", {"sk-right": {}, "sk-some": {"models": ["m"]}})
+    )
     async with console(browser, front.url) as page:
         await expect(page.locator("#key")).to_be_focused()
         assert await page.locator("#board").is_hidden() and await page.locator("tbody tr").count() == 0
         await page.fill("#key", "sk-wrong")
         await page.keyboard.press("Enter")
         await expect(page.locator("#asked")).to_contain_text("not accepted")
+        await page.fill("#key", "sk-some")
+        await page.keyboard.press("Enter")
+        await expect(page.locator("#asked")).to_contain_text("for some models only")
         await page.fill("#key", "sk-right")
         await page.keyboard.press("Enter")
         await expect(page.locator("#models tbody tr")).to_have_count(1)

@@ -11,7 +11,7 @@ const HIDDEN_SECONDS = 60; // a page that nobody sees for so long costs the serv
 const KEY = "syshax-key";
 const $ = (id) => document.getElementById(id);
 
-let points = [], sample = null, offset = 0, heardAt = 0, connection = null, retry = 0, trouble = "", hiddenAt = 0;
+let points = [], sample = null, offset = 0, heardAt = 0, connection = null, retry = 0, trouble = "", hiddenAt = 0, refusal = 0;
 
 // ------------------------------------------------------------------ words for numbers
 
@@ -268,7 +268,7 @@ async function follow(key) {
   heardAt = performance.now();
   try {
     const answer = await fetch("console/events", { headers: key ? { Authorization: `Bearer ${key}` } : {}, cache: "no-store", signal: begun.signal });
-    if (answer.status === 401) return "key";
+    if (answer.status === 401 || answer.status === 403) { refusal = answer.status; return "key"; }
     if (!answer.ok) return `the front-end answers ${answer.status}`;
     if (key) sessionStorage.setItem(KEY, key);
     $("ask").hidden = true;
@@ -315,7 +315,11 @@ function asked(wrong) {
   state($("front"), "", "");
   $("front").replaceChildren();
   tell();
-  if (wrong) { say($("asked"), "That key is not accepted. It must be one of this front-end's API keys."); $("asked").className = "wrong"; }
+  if (wrong) {
+    say($("asked"), refusal === 403 ? "That key is for some models only, and this page shows all of them."
+      : "That key is not accepted. It must be one of this front-end's API keys.");
+    $("asked").className = "wrong";
+  }
   $("key").value = "";
   $("key").focus();
   return new Promise((resolve) => {
