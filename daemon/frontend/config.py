@@ -76,6 +76,30 @@ class Group(Settings):
         "`priority` (interactive 0, normal 10, batch 20; vLLM serves lower ones first).",
     )
     requests_per_worker: int = Field(default=0, ge=0, description="As in [queue], for this group; 0: the same.")
+    key_file: str = Field(
+        default="",
+        description="File that holds the API key of these workers (vLLM's --api-key): it is sent instead of the "
+        "client's Authorization. Read at the start.",
+    )
+
+    def authorization(self) -> str:
+        """The header's value for its workers; "" without one. `ConfigError` where the file holds no key."""
+        if not self.key_file:
+            return ""
+        try:
+            key = Path(self.key_file).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ConfigError(
+                f"key_file {self.key_file}: {(error.strerror or str(error)).lower()}",
+                "it must be readable by the user of syshax-api",
+            ) from None
+        except UnicodeDecodeError:
+            key = ""
+        if not key.isascii() or not key.isprintable() or len(key.split()) != 1:
+            raise ConfigError(
+                f"key_file {self.key_file}: is not one word of ASCII", "it holds the key and nothing else"
+            )
+        return f"Bearer {key}"
 
 
 class Affinity(Settings):
@@ -264,6 +288,7 @@ def _check_groups(config: ApiConfig, sources: Mapping[str, str]) -> None:
         )
     seen = dict.fromkeys(config.workers, "workers")
     for name, group in config.groups.items():
+        group.authorization()
         for url in group.workers:
             if url in seen:
                 source = sources.get(f"groups.{name}.workers", "configuration")

@@ -215,6 +215,10 @@ class Proxy:
             exchange.trace = trace.begin(context)
             added += context.items()
             without = trace.NAMES
+        if exchange.key is not None or worker.authorization:
+            without = (*without, "authorization")
+            if worker.authorization:
+                added.append(("Authorization", worker.authorization))
         headers = headers_to_worker(request, *added, without=without)
         return await worker.upstream.send(request.method, exchange.target, headers, body)
 

@@ -330,9 +330,9 @@ class Upstream:
                 return connection.send(head, body, method == "HEAD")
         return (await self._connect()).send(head, body, method == "HEAD")
 
-    async def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body. `WorkerError`."""
-        answer = await self.send("GET", path, b"")
+    async def get(self, path: str, headers: bytes = b"") -> tuple[int, bytes]:
+        """Status and body; `headers` as lines. `WorkerError`."""
+        answer = await self.send("GET", path, headers)
         parts: list[bytes] = []
         try:
             await answer.begin(0)

@@ -36,6 +36,8 @@ class Worker:
     def __init__(self, url: str, group: str, config: ApiConfig, metrics: Metrics, board: Board) -> None:
         """`group`: the name of a group of the configuration."""
         self.url, self.group = url, group
+        self.authorization = config.worker_groups()[group].authorization()
+        """The Authorization that it asks for, instead of the client's; "" if none."""
         self.seed = int.from_bytes(hashlib.blake2b(url.encode(), digest_size=8).digest(), "little")
         """Tells it from others in hashes of conversations."""
         self.pace = Pace()
@@ -130,10 +132,13 @@ class Worker:
         self._wake.clear()
 
     async def _ask(self) -> dict[str, dict[str, Any]]:
-        status, _ = await self.upstream.get("/health")
+        headers = f"Authorization: {self.authorization}\r\n".encode() if self.authorization else b""
+        status, _ = await self.upstream.get("/health", headers)
         if status != HTTPStatus.OK:
             raise ValueError(f"/health answers {status}")
-        status, body = await self.upstream.get("/v1/models")
+        status, body = await self.upstream.get("/v1/models", headers)
+        if status == HTTPStatus.UNAUTHORIZED:
+            raise ValueError("it asks for another API key (key_file of its group)")
         if status != HTTPStatus.OK:
             raise ValueError(f"/v1/models answers {status}")
         try:

@@ -45,6 +45,8 @@ class FakeWorker:
         self.models = list(models)
         self.answer: Answer = echo
         self.healthy = True
+        self.key = ""
+        """Where it is set /v1/ asks for it, as vLLM's --api-key does."""
         self.seen: list[Seen] = []
         self.cancelled = asyncio.Event()
         """Set when a client of this worker left before its answer was complete."""
@@ -75,6 +77,8 @@ class FakeWorker:
         return web.Response(status=200 if self.healthy else 503)
 
     async def _models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
         return web.json_response({"object": "list", "data": [{"id": m, "object": "model"} for m in self.models]})
 
     async def _any(self, request: web.Request) -> web.StreamResponse:

@@ -211,3 +211,23 @@ async def test_a_key_for_some_models_must_name_one_where_it_can_be_seen(setup: S
         assert await status(key, odd, "/v1/audio/transcriptions", **boundary) in refused
         assert await status(key, b'{"model": "b", "model": "a"}') == 200
         assert await status(key, form % b"a" + b"--x--", "/v1/audio/transcriptions", **boundary) == 200
+
+
+async def test_a_clients_key_stays_here_and_the_workers_own_is_sent(setup: Setup, key_file: Path) -> None:
+    """Seen: keys of a gateway in the logs of the servers behind it; servers with a key that never became ready."""
+    open_, closed, lost = await setup.worker("a"), await setup.worker("b"), await setup.worker("c")
+    closed.key = lost.key = "sk-worker"
+    secret = setup.folder / "worker.key"
+    secret.write_text("sk-worker\n")
+    groups = {"open": {"workers": [open_.url]}, "closed": {"workers": [closed.url], "key_file": str(secret)}}
+    front = await setup.front(lost.url, keys=key_file, groups=groups)
+    await front.until_ready(2)
+    for name in ("a", "b"):
+        assert (await front.chat(name, key="sk-one")).status == 200
+    sent = [dict(worker.seen[0].headers).get("Authorization") for worker in (open_, closed)]
+    assert sent == [None, "Bearer sk-worker"]
+    reasons = {worker.url: worker.reason for worker in front.app.workers.all}
+    assert "asks for another API key" in reasons[lost.url]
+    open_front = await setup.front(open_)
+    await open_front.chat("a", key="the-workers-business")
+    assert dict(open_.seen[-1].headers)["Authorization"] == "Bearer the-workers-business"

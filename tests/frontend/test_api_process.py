@@ -224,6 +224,8 @@ async def test_an_occupied_port_is_one_clear_line() -> None:
         (["--worker", "http://h:1"], "[groups.default]", "api.toml: groups.default: `workers` makes a group"),
         (["--worker", "http://h:1"], "[groups.a]\nworkers = ['http://h:1']", "worker http://h:1 is in workers already"),
         ([], "[groups.a]\npriority = 'high'", "groups.a.priority: input should be 'interactive', 'normal' or 'batch'"),
+        ([], "[groups.a]\nkey_file = '/nonexistent/key'", "error: key_file /nonexistent/key: no such file"),
+        ([], "[groups.a]\nkey_file = '/dev/null'", "error: key_file /dev/null: is not one word"),
         ([], "[groups.a]\nworker = []", "nearest valid key: groups.a.workers"),
         ([], "[aliases]\na = 'b'\nb = 'c'", "aliases: `a` stands for `b`, which is an alias itself"),
         (["--worker", "http://h:1", "--host", "192.0.2.1"], "", "requested address"),
