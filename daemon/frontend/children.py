@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from asyncio.subprocess import Process as Subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -42,9 +43,14 @@ class Child:
         self.status = ""
         self.serving = asyncio.create_task(channel.serve(self._hear))
 
-    async def begin(self, config: ApiConfig, wanted: list[dict[str, Any]]) -> None:
-        """Until it takes connections. Raises `SyshaxError`, or `ConnectionError` when it ends instead."""
-        self.status = await self.channel.ask("begin", config=config.model_dump(mode="json"), wanted=wanted)
+    async def begin(self, config: ApiConfig, now: Callable[[], dict[str, Any]]) -> None:
+        """Until it takes connections. `now`: what may differ from the configuration.
+
+        Raises `SyshaxError`, or `ConnectionError` when it ends instead.
+        """
+        self.status = await self.channel.ask("begin", config=config.model_dump(mode="json"), **now())
+        await self.channel.ask("set_workers", wanted=now()["wanted"])  # as they are now
+        await self.channel.ask("take_keys", rows=now()["keys"])
         self.up = True
 
     async def _hear(self, name: str, **fields: Any) -> None:

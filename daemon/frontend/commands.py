@@ -29,6 +29,7 @@ class Commands:
         self._leaving: dict[Worker, asyncio.Task[None]] = {}
         self._table: dict[str, Callable[..., Awaitable[Any]]] = {
             "reload": self.reload,
+            "take_keys": self.take_keys,
             "workers": self.workers,
             "set_workers": self.set_workers,
         }
@@ -46,6 +47,11 @@ class Commands:
             return None
         keys.reload()
         return len(keys)
+
+    async def take_keys(self, rows: dict[str, Any] | None) -> None:
+        """Those of a supervisor that has read them."""
+        if self._app.keys is not None and rows is not None:
+            self._app.keys.take(rows)
 
     async def workers(self) -> list[dict[str, Any]]:
         """Every worker, as `fleet.Seen`."""

@@ -101,15 +101,21 @@ class Key:
 class KeyRing:
     """The keys of one file. A failed `reload` keeps the keys that were valid before."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads the file; `ConfigError` when it cannot be read or is not what `new_key` writes."""
+    def __init__(self, path: Path, rows: Mapping[str, Any] | None = None) -> None:
+        """Reads the file, unless another process's `rows` are given.
+
+        `ConfigError` when it cannot be read or is not what `new_key` writes.
+        """
         self._path = path
         self._board = Board()
         self._secret = secrets.token_bytes(32)
         self._rows: dict[str, KeySettings] = {}
         self._keys: dict[bytes, Key] = {}
         self._windows: dict[bytes, Window] = {}
-        self.reload()
+        if rows is None:
+            self.reload()
+        else:
+            self.take(rows)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -117,6 +123,15 @@ class KeyRing:
     def reload(self) -> None:
         """Reads the file again. Raises as the constructor does; the old keys then stay."""
         self._rows = _read(self._path)
+        self._build()
+
+    def rows(self) -> dict[str, Any]:
+        """What the file said, made for JSON: names, hashes and limits."""
+        return {name: row.model_dump() for name, row in self._rows.items()}
+
+    def take(self, rows: Mapping[str, Any]) -> None:
+        """Those of another process's ring, so that all have the same whatever the file says meanwhile."""
+        self._rows = {name: KeySettings.model_validate(row) for name, row in rows.items()}
         self._build()
 
     def count_on(self, board: Board) -> None:

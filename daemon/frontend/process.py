@@ -34,9 +34,9 @@ FIRST_LOOK_SECONDS = 2.0
 """Whoever is answered first, perhaps the client that had systemd start us, is to find the workers that are there."""
 
 
-def key_ring(config: ApiConfig) -> KeyRing | None:
-    """The configured keys. `ConfigError` when they cannot be read."""
-    return KeyRing(Path(config.keys_file)) if config.keys_file else None
+def key_ring(config: ApiConfig, rows: dict[str, Any] | None = None) -> KeyRing | None:
+    """The configured keys, or those of a supervisor's ring. `ConfigError` when they cannot be read."""
+    return KeyRing(Path(config.keys_file), rows) if config.keys_file else None
 
 
 def readiness(app: App) -> str:

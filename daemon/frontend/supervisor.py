@@ -131,8 +131,7 @@ class Supervisor:
     async def _begin(self, child: Child) -> None:
         assert self._failed is not None
         try:
-            await child.begin(self._config, self._fleet.wanted())
-            await child.channel.ask("set_workers", wanted=self._fleet.wanted())  # what changed meanwhile
+            await child.begin(self._config, self._now)
         except (SyshaxError, ConnectionError) as error:
             child.kill()
             if not self._begun.is_set() and not self._stopping and not self._failed.done():
@@ -144,6 +143,9 @@ class Supervisor:
         if all(other.up for other in self._children.by_row.values()) and len(self._children.by_row) == self._all:
             self._begun.set()
         self._accept_again()
+
+    def _now(self) -> dict[str, Any]:
+        return {"wanted": self._fleet.wanted(), "keys": self._keys.rows() if self._keys is not None else None}
 
     @property
     def _all(self) -> int:
@@ -193,7 +195,7 @@ class Supervisor:
         if self._keys is None:
             return None
         self._keys.reload()
-        await self.ask_all("reload")
+        await self.ask_all("take_keys", rows=self._keys.rows())
         return len(self._keys)
 
     # --------------------------------------------------------------- connections

@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 from api_program import Api, api
-from front_fixtures import FakeWorker, Setup, streaming, until
+from front_fixtures import FakeWorker, Setup, bearer, streaming, until, write_keys
 
 EVENT = b"data: 1\n\n"
 BODY = {"model": "m"}
@@ -22,26 +22,24 @@ BODY = {"model": "m"}
 
 @asynccontextmanager
 async def several(
-    setup: Setup, worker: FakeWorker, more: str = "", processes: int = 2, **options: object
+    setup: Setup, worker: FakeWorker, more: str = "", processes: int = 2, keys: Path | None = None, **options: object
 ) -> AsyncIterator[Api]:
     config = setup.folder / "api.toml"
-    head = f'port = 0\nprocesses = {processes}\nworkers = ["{worker.url}"]\n'
+    head = f'port = 0\nprocesses = {processes}\nworkers = ["{worker.url}"]\nkeys_file = "{keys or ""}"\n'
     config.write_text(f'{head}[daemon]\nview_socket = ""\n[timeouts]\ndrain_seconds = 5\n{more}')
     async with api("--config", str(config), **options) as server:  # type: ignore[arg-type]
         await server.ready()
         yield server
 
 
-async def one_request(server: Api, path: str = "/v1/completions") -> tuple[int, bytes]:
+async def one_request(server: Api, path: str = "/v1/completions", key: str = "") -> tuple[int, bytes]:
     """On a connection of its own."""
+    url, headers = f"{server.url}{path}", bearer(key) if key else {}
     connector = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(connector=connector) as session:
-        method = (
-            session.post(f"{server.url}{path}", json=BODY)
-            if path.startswith("/v1")
-            else session.get(f"{server.url}{path}")
-        )
-        async with method as response:
+        posts = path == "/v1/completions"
+        asked = session.post(url, json=BODY, headers=headers) if posts else session.get(url, headers=headers)
+        async with asked as response:
             return response.status, await response.read()
 
 
@@ -129,14 +127,20 @@ async def test_a_process_that_hangs_is_killed_and_what_it_was_given_is_served(se
         assert "has not answered for" in server.log
 
 
-async def test_a_process_without_descriptors_gives_way(setup: Setup) -> None:
+async def test_a_process_without_descriptors_gives_way_and_one_that_is_told_to_end_finishes_first(setup: Setup) -> None:
     worker = await setup.worker()
-    worker.answer = streaming(EVENT)
-    async with several(setup, worker) as server:
+    async with several(setup, worker) as server, aiohttp.ClientSession() as session:
+        worker.answer = streaming(EVENT)
         poor = server.children()[0]
         resource.prlimit(poor, resource.RLIMIT_NOFILE, (len(descriptors(poor)), 4096))
         assert [await one_request(server) for _ in range(8)] == [(200, EVENT)] * 8
         resource.prlimit(poor, resource.RLIMIT_NOFILE, (4096, 4096))
+        await asyncio.sleep(1.1)
+        worker.answer = streaming(*[EVENT] * 10, pause=0.05)
+        streams = [await session.post(f"{server.url}/v1/completions", json=BODY) for _ in range(2)]
+        os.kill(poor, signal.SIGTERM)
+        assert [await stream.read() for stream in streams] == [EVENT * 10] * 2
+        await until(lambda: len(server.children()) == 2 and poor not in server.children(), 10)
 
 
 async def test_without_a_supervisor_processes_finish_and_end(setup: Setup) -> None:
@@ -148,17 +152,6 @@ async def test_without_a_supervisor_processes_finish_and_end(setup: Setup) -> No
         server.process.kill()
         assert [await stream.read() for stream in streams] == [EVENT * 10] * 2
         await until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in left), 5)
-
-
-async def test_a_process_that_is_told_to_end_finishes_first(setup: Setup) -> None:
-    worker = await setup.worker()
-    worker.answer = streaming(*[EVENT] * 10, pause=0.05)
-    async with several(setup, worker) as server, aiohttp.ClientSession() as session:
-        streams = [await session.post(f"{server.url}/v1/completions", json=BODY) for _ in range(2)]
-        told = server.children()[0]
-        os.kill(told, signal.SIGTERM)
-        assert [await stream.read() for stream in streams] == [EVENT * 10] * 2
-        await until(lambda: len(server.children()) == 2 and told not in server.children(), 10)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -197,3 +190,26 @@ async def test_no_request_fails_over_restarts_under_load(setup: Setup, processes
             assert "Traceback" not in server.log, server.log
     listener.close()
     assert done >= 100
+
+
+async def test_a_reload_reaches_all_processes_and_a_broken_file_none(setup: Setup) -> None:
+    """Also one that starts when the file is broken: it gets the keys that the others have."""
+    worker = await setup.worker()
+    keys = setup.folder / "keys.toml"
+    write_keys(keys, {"sk-one": {}})
+    async with several(setup, worker, keys=keys) as server:
+
+        async def statuses(key: str) -> set[int]:
+            return {(await one_request(server, "/v1/models", key))[0] for _ in range(4)}
+
+        assert (await statuses("sk-one"), await statuses("sk-two")) == ({200}, {401})
+        write_keys(keys, {"sk-two": {}})
+        server.process.send_signal(signal.SIGHUP)
+        await until(lambda: "SIGHUP: 1 API keys" in server.log)
+        assert (await statuses("sk-one"), await statuses("sk-two")) == ({401}, {200})
+        keys.write_text("broken")
+        server.process.send_signal(signal.SIGHUP)
+        await until(lambda: "the old keys stay" in server.log)
+        os.kill(server.children()[0], signal.SIGKILL)
+        await until(lambda: server.log.count(" is ready: ") == 3, 15)
+        assert (await statuses("sk-one"), await statuses("sk-two")) == ({401}, {200})
