@@ -30,6 +30,8 @@ import aiohttp
 from storm_worker import DONE, MODEL, event, serve, whole
 
 WORKERS, CLIENTS, STREAMS = 3, 24, 0.6
+ROOM = 9
+"""Requests of one worker: enough for all clients while all three are there, so that they wait when one is not."""
 HANG_SECONDS = 40.0
 IDLE_SECONDS = 1.5
 BACK_SECONDS = 1.0
@@ -40,6 +42,10 @@ KEPT = 10
 CONFIG = """port = 0
 workers = [{workers}]
 {processes}
+[queue]
+requests_per_worker = {room}
+[daemon]
+view_socket = ""
 [timeouts]
 first_byte_seconds = 30
 idle_seconds = {idle}
@@ -188,7 +194,7 @@ class Storm:
     async def _start_api(self, folder: Path) -> None:
         urls = ", ".join(f'"http://127.0.0.1:{port}"' for port in self.workers.ports)
         processes = f"processes = {self.processes}" if self.processes > 1 else ""
-        (folder / "api.toml").write_text(CONFIG.format(workers=urls, processes=processes, idle=IDLE_SECONDS))
+        (folder / "api.toml").write_text(CONFIG.format(workers=urls, processes=processes, idle=IDLE_SECONDS, room=ROOM))
         log = folder / "log"
         with log.open("wb") as out:
             self._api = await asyncio.create_subprocess_exec(
