@@ -30,7 +30,7 @@ log = logging.getLogger("syshax.api")
 Handler = Callable[["App", web.BaseRequest, Key | None], Awaitable[web.StreamResponse]]
 """The key that the request came with; None where no keys are asked for."""
 OPEN_PATHS = frozenset(("/health", "/ready"))
-"""The only paths that answer without a key; without one /ready keeps the workers' names to itself."""
+"""The only paths that answer without a key; without one /ready keeps the names of workers and models to itself."""
 OPERATORS_PATHS = frozenset(("/metrics", EVENTS))
 """They show every worker and model, so that keys for some models only are refused."""
 
@@ -119,7 +119,9 @@ class App:
             ]
             details["daemon"] = self.workers.view.state
         if not reason:
-            return _json({"status": "ready", "models": list(self.router.models(key)), **details})
+            if self.keys is None or key is not None:
+                details = {"models": list(self.router.models(key)), **details}
+            return _json({"status": "ready", **details})
         error = json.loads(ApiError(Kind.NOT_READY, reason).body())
         return _json({"status": "not ready", "reason": reason, **error, **details}, 503)
 

@@ -52,7 +52,7 @@ idle_seconds = {idle}
 [health]
 interval_seconds = 1
 retry_seconds = 0.1
-timeout_seconds = 0.5
+timeout_seconds = 1.5
 [logging]
 requests = false
 """

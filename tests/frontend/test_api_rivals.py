@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from front_fixtures import Setup, error_of, silent, until, write_keys
 
-from syshaxd.frontend.app import ROUTES
+from syshaxd.frontend.app import PAGES, ROUTES
 
 EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 
@@ -151,15 +151,15 @@ async def test_a_restarted_worker_is_used_again_within_a_second(setup: Setup) ->
 async def test_every_route_of_every_table_is_closed_without_a_key(setup: Setup) -> None:
     """Seen: keys asked for by a path's prefix, and routes added later left open. The tables of routes are the list."""
     keys = write_keys(setup.folder / "keys", {"sk-right": {}})
-    worker = await setup.worker()
+    worker = await setup.worker("secret-name")
     front = await setup.front(worker, keys=keys)
-    for path, methods in ROUTES.items():
+    for path, methods in {**ROUTES, **PAGES}.items():
         for method in {*methods, "GET", "POST", "DELETE", "OPTIONS"} - {"*"}:
             response = await front.session.request(method, re.sub(r"\{\w+\}", "m", path))
             body = await response.read()
             if path in ("/health", "/ready"):
                 assert response.status in (200, 405), (method, path)
-                assert worker.url.encode() not in body
+                assert worker.url.encode() not in body and b'"secret-name"' not in body
             else:
                 assert response.status == 401, (method, path, response.status)
     assert not worker.seen
