@@ -109,6 +109,7 @@ class App:
             details["workers"] = [
                 {
                     "worker": worker.url,
+                    "name": worker.name,
                     "ready": worker.ready,
                     "reason": worker.reason,
                     "experts": worker.experts.state,

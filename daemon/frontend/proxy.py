@@ -32,6 +32,8 @@ from syshaxd.frontend.workers import Worker
 
 log = logging.getLogger("syshax.api")
 REQUEST_ID = "x-request-id"
+WORKER = "x-syshax-worker"
+"""Which worker answered, by a name that tells nothing of its address."""
 IN_PROGRESS = "requests in progress"
 """The board's cell of requests that are passed on or wait."""
 _REPEATABLE = OUTSIDE_V1.union(
@@ -227,6 +229,8 @@ class Proxy:
     ) -> web.StreamResponse:
         response = made(status=answer.status, reason=answer.reason, headers=answer.headers)
         response.headers.setdefault(REQUEST_ID, exchange.request_id)
+        if exchange.worker is not None:
+            response.headers[WORKER] = exchange.worker.name
         response.headers.setdefault("Server", SERVER)
         if self.draining:
             response.force_close()

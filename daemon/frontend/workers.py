@@ -40,6 +40,8 @@ class Worker:
         """The Authorization that it asks for, instead of the client's; "" if none."""
         self.seed = int.from_bytes(hashlib.blake2b(url.encode(), digest_size=8).digest(), "little")
         """Tells it from others in hashes of conversations."""
+        self.name = f"{group}-{self.seed % 0x1000000:06x}"
+        """For clients: the same in all processes and after restarts."""
         self.pace = Pace()
         self.ready = False
         self.draining = False

@@ -56,6 +56,23 @@ async def test_an_alias_of_a_model_that_is_away_is_not_ready_and_not_listed(setu
     assert [model["id"] for model in listed["data"]] == ["a"]
 
 
+async def test_an_answer_names_its_worker_but_not_its_address(setup: Setup) -> None:
+    workers = [await setup.worker() for _ in range(2)]
+    front = await setup.front(workers[0], groups={"chat": {"workers": [workers[1].url]}}, affinity={"enabled": False})
+    await front.until_ready(2)
+    ready = await (await front.session.get("/ready")).json()
+    names = {row["name"]: row["worker"] for row in ready["workers"]}
+    assert len(names) == 2 and {name.partition("-")[0] for name in names} == {"default", "chat"}
+    for _ in range(4):
+        response = await front.chat()
+        before = [len(worker.seen) for worker in workers]
+        name = response.headers["x-syshax-worker"]
+        assert names[name] in {worker.url for worker in workers} and "." not in name
+        response = await front.chat()
+        served = next(w for w, n in zip(workers, before, strict=True) if len(w.seen) > n)
+        assert names[response.headers["x-syshax-worker"]] == served.url
+
+
 @pytest.mark.parametrize(
     ("group_priorities", "expected"),
     [
