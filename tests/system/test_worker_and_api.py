@@ -109,4 +109,36 @@ def test_the_front_end_is_started_by_its_first_client_and_reaches_no_weights(box
     ]  # fmt: skip
     box.systemctl("restart", "--no-block", API)
     assert box.run(*fetch) == "200"
+    box.wait("the daemon's view", lambda: '"daemon": "answers"' in box.run("/usr/bin/python3", "-c", READY), 10)
     box.systemctl("stop", "syshax-api.socket", API)
+
+
+READY = """import urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen("http://127.0.0.1:8000/ready", timeout=10).read().decode())
+except urllib.error.HTTPError as error:
+    print(error.read().decode())"""
+ASK = """import socket, sys
+with socket.socket(socket.AF_UNIX) as asking:
+    try:
+        asking.connect(sys.argv[1])
+    except OSError as error:
+        sys.exit(type(error).__name__)
+    asking.sendall(f"{sys.argv[2]} HTTP/1.0\\r\\nHost: x\\r\\n\\r\\n".encode())
+    print(asking.recv(100).split()[1].decode())"""
+
+
+def test_the_view_socket_is_for_its_group_and_shows_only(box: Box) -> None:
+    view, control = "/run/syshax-view/view.sock", "/run/syshax/control.sock"
+
+    def ask(user: str, path: str, request: str = "GET /v1/status") -> str:
+        return box.try_run("/usr/bin/python3", "-c", ASK, path, request, user=user)[1]
+
+    box.systemctl("start", DAEMON)
+    modes = box.run("stat", "-c", "%a %U %G", "/run/syshax-view", view).splitlines()
+    assert modes == ["2750 syshax syshax-view", "660 syshax syshax-view"]
+    assert (ask("syshax-api", view), ask("syshax-api", control)) == ("200", "PermissionError")
+    assert ask("syshax-api", view, "DELETE /v1/models/tiny") == "404" == ask("root", view, "POST /v1/restart")
+    assert (ask("carol", view), ask("alice", view)) == ("PermissionError", "PermissionError")
+    box.systemctl("restart", DAEMON)
+    assert ask("syshax-api", view) == "200", "a restarted daemon has it again"
