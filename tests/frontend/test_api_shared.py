@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from api_program import Api, api
-from front_fixtures import Setup, bearer, until, write_keys
+from front_fixtures import Setup, bearer, echo, silent, until, write_keys
 
 from syshaxd.frontend.config import load_config
 
@@ -67,6 +68,47 @@ async def test_a_workers_places_are_shared_and_everybody_gets_one(setup: Setup, 
         await server.ready()
         statuses = await asyncio.gather(*(status(server, "") for _ in range(60)))
         assert statuses == [200] * 60 and most == 3
+
+
+async def test_those_who_wait_elsewhere_are_served_when_a_process_dies_with_all_places(
+    setup: Setup, tmp_path: Path
+) -> None:
+    worker = await setup.worker()
+    ports: list[int] = []
+
+    async def silently(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        ports.append(request.transport.get_extra_info("peername")[1])
+        return await silent(request)
+
+    worker.answer = silently
+    config = tmp_path / "api.toml"
+    config.write_text(
+        f'port = 0\nprocesses = 2\nworkers = ["{worker.url}"]\n[daemon]\nview_socket = ""\n'
+        "[queue]\nrequests_per_worker = 1\n"
+    )
+    async with api("--config", str(config)) as server:
+        await server.ready()
+        requests = [asyncio.create_task(status(server, ""))]
+        await until(lambda: len(ports) == 1)
+        requests += [asyncio.create_task(status(server, "")) for _ in range(9)]
+        await asyncio.sleep(0.5)
+        worker.answer = echo
+        os.kill(holder(server, ports[0]), signal.SIGKILL)
+        ends = await asyncio.gather(*requests, return_exceptions=True)
+        assert isinstance(ends[0], aiohttp.ClientError), "it was the dead process's"
+        served = [end for end in ends if end == 200]
+        assert 3 <= len(served) < 10 and all(isinstance(end, aiohttp.ClientError) for end in ends if end != 200)
+
+
+def holder(server: Api, port: int) -> int:
+    """The process whose socket has this local port."""
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if int(row[1].partition(":")[2], 16) == port}
+    for pid in server.children():
+        if any(str(entry.readlink()) in sockets for entry in Path(f"/proc/{pid}/fd").iterdir()):
+            return pid
+    raise AssertionError(f"no process has port {port}")
 
 
 def test_the_credential_is_used_where_no_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
