@@ -107,13 +107,13 @@ class Children:
         return status
 
     def give(self, connection: socket.socket) -> None:
-        """To the child with the fewest connections, then requests; it waits while no child can take it."""
+        """To the child with the fewest connections, then requests, then turns; it waits while no child can take it."""
         connections, requests, alive = self._connections.parts(), self._requests.parts(), self._alive.parts()
         suspect = int((monotonic() - _SUSPECT_SECONDS) * 1000)
 
-        def load(child: Child) -> tuple[bool, int, int]:
+        def load(child: Child) -> tuple[bool, int, int, int]:
             row = child.row
-            return alive[row] < suspect, connections[row] + len(child.giver.untaken), requests[row]
+            return alive[row] < suspect, connections[row] + len(child.giver.untaken), requests[row], child.giver.given
 
         now = monotonic()
         able = [child for child in self.by_row.values() if child.up and not child.leaving and now >= child.full_until]

@@ -38,6 +38,8 @@ class Giver:
         self._end, self._refused = end, refused
         self._numbers = itertools.count(1)
         self.untaken: dict[int, socket.socket] = {}
+        self.given = 0
+        """How many in all."""
         asyncio.get_running_loop().add_reader(end, self._hear)
 
     def give(self, connection: socket.socket) -> bool:
@@ -50,6 +52,7 @@ class Giver:
         except OSError:
             return False
         self.untaken[number] = connection
+        self.given += 1
         return True
 
     def close(self) -> list[socket.socket]:
