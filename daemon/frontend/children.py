@@ -17,9 +17,9 @@ from syshaxd.frontend.board import Board
 from syshaxd.frontend.channel import Channel
 from syshaxd.frontend.child import ALIVE
 from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.connections import OPEN_CONNECTIONS
 from syshaxd.frontend.passing import Giver, pair
 from syshaxd.frontend.proxy import IN_PROGRESS
-from syshaxd.frontend.server import OPEN_CONNECTIONS
 
 log = logging.getLogger("syshax.api")
 _SUSPECT_SECONDS = 3.0

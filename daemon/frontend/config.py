@@ -162,6 +162,11 @@ class Limits(Settings):
     connections: int = Field(
         default=16384, ge=1, description="Most connections of clients at once, over all processes; one more is closed."
     )
+    connections_per_address: int = Field(
+        default=0,
+        ge=0,
+        description="The same from one IP address. 0: no such limit; behind a reverse proxy all have its address.",
+    )
 
 
 class Timeouts(Settings):
@@ -171,7 +176,13 @@ class Timeouts(Settings):
         description="From a request's arrival until a worker begins to answer (a whole generation when it does not "
         "stream).",
     )
-    idle_seconds: Seconds = Field(default=600.0, description="Between two chunks of an answer.")
+    header_seconds: Seconds = Field(
+        default=30.0, description="From a request's first byte until its head (line and headers) is complete."
+    )
+    body_seconds: Seconds = Field(default=300.0, description="From a request's head until its body is complete.")
+    idle_seconds: Seconds = Field(
+        default=600.0, description="Between two chunks of an answer; also how long a client may read nothing of it."
+    )
     hold_seconds: float = Field(
         default=2.0,
         ge=0,

@@ -143,9 +143,13 @@ class Proxy:
                 self.on_idle()
 
     async def _on_the_clock(self, exchange: Exchange) -> web.StreamResponse:
+        first, request = self._timeouts.first_byte_seconds, exchange.request
+        comes = request.can_read_body and not request.content.is_eof()
         try:
-            async with asyncio.timeout(self._timeouts.first_byte_seconds) as exchange.clock:
-                exchange.body = await read_body(exchange.request, self._limits.body)
+            async with asyncio.timeout(min(first, self._timeouts.body_seconds) if comes else first) as exchange.clock:
+                exchange.body = await read_body(request, self._limits.body)
+                if comes:
+                    exchange.goes_on(first)
                 ask = self._router.ask(exchange.path, exchange.request.headers, exchange.body, exchange.key)
                 exchange.ask = ask
                 return await self._with_retry(exchange, ask)
@@ -179,7 +183,8 @@ class Proxy:
     def _too_slow(self, exchange: Exchange) -> ApiError:
         first = f"{self._timeouts.first_byte_seconds:g} s"
         if exchange.ask is None:
-            return ApiError(Kind.SLOW_BODY, f"The request's body did not arrive within {first}.")
+            seconds = min(self._timeouts.first_byte_seconds, self._timeouts.body_seconds)
+            return ApiError(Kind.SLOW_BODY, f"The request's body did not arrive within {seconds:g} s.")
         if exchange.worker is None:
             return ApiError(Kind.OVERLOADED, f"No worker had a place for this request within {first}.")
         limit = f"{self._timeouts.idle_seconds:g} s" if exchange.relay else first

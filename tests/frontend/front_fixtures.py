@@ -19,8 +19,8 @@ from aiohttp import web
 from syshaxd.frontend.app import App
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
+from syshaxd.frontend.connections import Connections
 from syshaxd.frontend.keys import KeyRing
-from syshaxd.frontend.server import make_server
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -192,7 +192,7 @@ async def running_front(
 ) -> AsyncIterator[Front]:
     config = ApiConfig.model_validate({"workers": list(urls), **FAST, **settings})
     app = App(config, KeyRing(keys) if keys else None, board)
-    runner = web.ServerRunner(make_server(app, config), shutdown_timeout=0.2)
+    runner = web.ServerRunner(Connections(app, config), shutdown_timeout=0.2)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
     app.workers.start()
