@@ -61,9 +61,10 @@ class Connection(web.RequestHandler):
             log.error("answering failed", exc_info=exc)
             error = ApiError(Kind.INTERNAL, "An internal error of syshax-api; its log has the details.")
         else:
-            log.debug("malformed HTTP from %s: %s", request.remote, message)
-            first_line = (message or str(exc)).strip().splitlines()[0]
-            error = ApiError(Kind.BAD_REQUEST, f"This is not valid HTTP: {first_line.rstrip(':.')}.")
+            # Its further lines show what was sent, which may be a key.
+            fault = (message or str(exc)).strip().splitlines()[0].rstrip(":.")
+            log.debug("malformed HTTP from %s: %s", request.remote, fault)
+            error = ApiError(Kind.BAD_REQUEST, f"This is not valid HTTP: {fault}.")
         response = error.response()
         response.force_close()
         return response
