@@ -20,7 +20,7 @@ from syshaxd.frontend.workers import Worker, Workers
 
 RATE_SECONDS = 4.0
 SPARK_SECONDS = 15.0
-"""Over which a point of a line is taken."""
+"""Over which a point of a percentile's line is taken, and rates of what comes by whole requests."""
 FIGURE_SECONDS = 60.0
 """Over which a percentile in figures is taken."""
 PAST_POINTS = 300
@@ -189,12 +189,12 @@ class History:
             return (before.models.get(name) or Totals() if name else before.total), self._snapshots[-1].at - before.at
 
         recent, seconds = then(RATE_SECONDS)
-        spark, _ = then(SPARK_SECONDS)
+        spark, longer = then(SPARK_SECONDS)
         minute, _ = then(FIGURE_SECONDS)
         return {
             "generated": _rate(now.generated - recent.generated, seconds),
-            "prompt": _rate(now.prompt - recent.prompt, seconds),
-            "requests": _rate(now.requests - recent.requests, seconds),
+            "prompt": _rate(now.prompt - spark.prompt, longer),
+            "requests": _rate(now.requests - spark.requests, longer),
             "failed": now.failed - minute.failed,
             "running": now.running,
             "waiting": now.waiting,

@@ -154,11 +154,11 @@ async def stage(folder: Path, keys: Path | None = None, clients: int = CLIENTS) 
             await worker.start()
             stack.push_async_callback(worker.stop)
             await worker.attach()
-        # The last two are of a group for other work; one of them answers no checks, as a worker that is still starting.
-        workers[2].healthy = False
+        workers[2].healthy = False  # as one that is still starting
+        batch = {"batch": {"workers": [workers[2].url], "priority": "batch"}}
         view = {"view_socket": str(daemon.runtime_dir / "view.sock")}
         front = await stack.enter_async_context(
-            running_front(*(worker.url for worker in workers), keys=keys, daemon=view)
+            running_front(workers[0].url, workers[1].url, keys=keys, daemon=view, groups=batch)
         )
         await front.until_ready(2)
         tasks = [asyncio.create_task(ask_for_ever(front, number)) for number in range(clients)]
