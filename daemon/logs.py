@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from functools import lru_cache
 from typing import Any
 
 from syshaxd.config import LoggingConfig
@@ -29,8 +30,13 @@ def _message(record: logging.LogRecord) -> str:
     return record.getMessage().replace("\n", "\\n")
 
 
+@lru_cache(maxsize=1)
+def _second(second: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+
+
 def _time(record: logging.LogRecord) -> str:
-    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+    return f"{_second(int(record.created))}.{int(record.msecs):03d}Z"
 
 
 class TextFormatter(logging.Formatter):
@@ -98,5 +104,7 @@ def set_up_logging(config: LoggingConfig, program: str = "syshaxd") -> None:
             old.close()
     root.handlers[:] = [_handler(config, program)]
     root.setLevel(config.level.upper())
+    # Nobody reads these, and finding them costs every line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.WARNING)

@@ -70,13 +70,15 @@ class Relay:
         aiohttp does where the client is gone."""
         answer, response = self._answer, self.response
         await response.prepare(self._request)
-        begun = answer.take()
+        begun, now = answer.take(), monotonic()
         if begun:
-            self._note(begun, monotonic())
+            self._next = now + self._every
+            self._note(begun, now)
         if answer.complete:
             await response.write_eof(begun)
             return
         if begun:
+            self._heard()
             await response.write(begun)
         self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
         answer.pass_to(self._pass)

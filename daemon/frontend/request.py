@@ -52,6 +52,8 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
             if size > limit:
                 raise _too_large(limit)
             chunks.append(chunk)
+            if request.content.at_eof():
+                break
     except RequestPayloadError as error:
         raise ApiError(Kind.BAD_REQUEST, f"The request's body is broken: {error}") from None
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
