@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -87,6 +88,23 @@ async def test_shares_are_equal_and_limits_and_metrics_are_those_of_all(setup: S
         server.process.send_signal(signal.SIGTERM)
         assert await server.ended(8) == 0
         assert "Traceback" not in server.log, server.log
+
+
+async def test_the_console_of_any_process_shows_all(setup: Setup) -> None:
+    worker = await setup.worker("m")
+    worker.answer = streaming(*[EVENT] * 30, pause=0.05, forever=True)
+    async with several(setup, worker) as server, aiohttp.ClientSession() as session:
+        consoles = [await session.get(f"{server.url}/console/events") for _ in range(2)]
+        streams = [await session.post(f"{server.url}/v1/completions", json=BODY) for _ in range(4)]
+        for console in consoles:  # of two processes, which take turns
+            async with asyncio.timeout(10):
+                while True:
+                    line = await console.content.readline()
+                    shown = json.loads(line[6:]).get("total", {}) if line.startswith(b"data: ") else {}
+                    if shown.get("running") == 4 and shown["generated"] > 40:
+                        break
+        for answer in consoles + streams:
+            answer.close()
 
 
 async def test_a_killed_process_loses_its_own_streams_only_and_is_replaced(setup: Setup) -> None:
