@@ -229,6 +229,14 @@ def test_json_that_is_no_object_has_nothing_to_change(raw: bytes) -> None:
     assert read(CHAT, JSON, raw).changed("n", 1) == raw
 
 
+def test_what_only_the_slow_parser_takes_is_read_unless_it_is_hostile() -> None:
+    assert read(CHAT, JSON, b'{"model":"m","x":"\\ud800"}').model == "m"
+    start = time.process_time()
+    with pytest.raises(ApiError, match="far too large"):
+        read(CHAT, JSON, b'{"model":"m","x":[' + b"[]," * 4_000_000 + b'"\\ud800"]}')
+    assert time.process_time() - start < 2
+
+
 part_values = st.binary(max_size=40).filter(lambda value: b"--b" not in value)
 
 
