@@ -83,6 +83,10 @@ class Body:
                 f"not be nested so much: it has more than {_MOST_STEPS} brackets and strings.",
             ) from None
 
+    def forget(self) -> None:
+        """Gives the memory back: it will not be sent again."""
+        self.raw = b""
+
     def beginning(self, path: str, prompt_bytes: int) -> bytes:
         """What requests of one conversation have in common; empty where the route has no such thing.
 

@@ -149,6 +149,11 @@ class Limits(Settings):
     body: Annotated[ByteSize, Field(ge=1024)] = Field(
         default=ByteSize(64 << 20), description="Largest request body; a larger one gets 413."
     )
+    bodies: Annotated[ByteSize, Field(ge=1024)] = Field(
+        default=ByteSize(1 << 30),
+        description="Memory for the bodies of requests that have no answer yet, over all processes; one more body gets "
+        "429. Those of up to 64 KiB are not counted.",
+    )
     header: Annotated[ByteSize, Field(ge=1024)] = Field(
         default=ByteSize(64 << 10), description="Largest request line and largest single header line."
     )

@@ -34,6 +34,8 @@ log = logging.getLogger("syshax.api")
 REQUEST_ID = "x-request-id"
 WORKER = "x-syshax-worker"
 """Which worker answered, by a name that tells nothing of its address."""
+_SMALL_BODY = 1 << 16
+"""Up to here a body costs no more than its connection."""
 IN_PROGRESS = "requests in progress"
 """The board's cell of requests that are passed on or wait."""
 _REPEATABLE = OUTSIDE_V1.union(
@@ -62,7 +64,9 @@ class Exchange:
     target: str
     started: float
     key: Key | None
-    body: bytes = b""
+    bytes_in: int = 0
+    held: int = 0
+    """Bytes of its body that count for limits.bodies."""
     ask: Ask | None = None
     worker: Worker | None = None
     relay: Relay | None = None
@@ -94,6 +98,7 @@ class Proxy:
         self._router = router
         self._metrics = metrics
         self._in_progress = board.cell(IN_PROGRESS)
+        self._bodies = board.cell("bytes of bodies")
         self.active: set[Exchange] = set()
         self.draining = False
         """Answers from now on tell their connection's end."""
@@ -138,19 +143,40 @@ class Proxy:
             raise
         finally:
             self.active.discard(exchange)
+            self._hold(exchange, 0)
             self._account(exchange, status)
             if not self.active and self.on_idle is not None:
                 self.on_idle()
+
+    def _hold(self, exchange: Exchange, size: int) -> None:
+        """Counts the body's memory as `size` from now on. `ApiError` 429 when that is too much with all others."""
+        size = size if size > _SMALL_BODY else 0
+        grown = size - exchange.held
+        if not grown:
+            return
+        exchange.held = size
+        self._bodies.add(grown)
+        if grown > 0 and self._bodies.total() > self._limits.bodies:
+            raise ApiError(
+                Kind.OVERLOADED,
+                "The bodies of the requests that wait for an answer take all memory that is set aside for them "
+                "(limits.bodies); try again later.",
+                headers=retry_after(1, self._router.pace(), 1.0),
+            )
 
     async def _on_the_clock(self, exchange: Exchange) -> web.StreamResponse:
         first, request = self._timeouts.first_byte_seconds, exchange.request
         comes = request.can_read_body and not request.content.is_eof()
         try:
             async with asyncio.timeout(min(first, self._timeouts.body_seconds) if comes else first) as exchange.clock:
-                exchange.body = await read_body(request, self._limits.body)
+                self._hold(exchange, request.content_length or 0)
+                body = await read_body(request, self._limits.body)
+                exchange.bytes_in = len(body)
+                self._hold(exchange, exchange.bytes_in)
                 if comes:
                     exchange.goes_on(first)
-                ask = self._router.ask(exchange.path, exchange.request.headers, exchange.body, exchange.key)
+                ask = self._router.ask(exchange.path, exchange.request.headers, body, exchange.key)
+                del body
                 exchange.ask = ask
                 return await self._with_retry(exchange, ask)
         except TimeoutError:
@@ -204,6 +230,8 @@ class Proxy:
         try:
             answer = await self._send(exchange, worker, self._router.bytes_for(ask, worker))
             begun = await answer.begin(self._timeouts.hold_seconds)
+            ask.body.forget()
+            self._hold(exchange, 0)
             return await self._pass_on(exchange, answer, HeldHead if begun else web.StreamResponse, series)
         finally:
             self._router.release(worker)
@@ -271,7 +299,7 @@ class Proxy:
         self._metrics.request(model, worker, status, exchange.priority).inc()
         series = self._metrics.series(model, worker, exchange.priority)
         series.whole.observe(seconds)
-        series.bytes_in.inc(len(exchange.body))
+        series.bytes_in.inc(exchange.bytes_in)
         series.bytes_out.inc(bytes_out)
         if status == 499:
             self._metrics.disconnects.inc()
@@ -284,7 +312,7 @@ class Proxy:
                 "request_id": quoted(exchange.request_id),
                 "model": quoted((exchange.ask.body.model if exchange.ask else None) or "-"),
                 "worker": worker or "-",
-                "bytes_in": len(exchange.body),
+                "bytes_in": exchange.bytes_in,
                 "bytes_out": bytes_out,
                 "seconds": round(seconds, 4),
                 **({"trace": traced} if (traced := exchange.trace or trace.trace_of(exchange.request.headers)) else {}),

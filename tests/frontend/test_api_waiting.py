@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from front_fixtures import FakeWorker, Front, Setup, error_of, until, write_keys
+from front_fixtures import FakeWorker, Front, Setup, error_of, streaming, until, write_keys
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -211,6 +211,33 @@ async def test_limits_requests_counts_those_who_wait(setup: Setup) -> None:
         await until(lambda: bool(gate._open))
         gate.finish()
     assert [(await request).status for request in requests] == [200] * 2
+
+
+async def test_bodies_have_a_limit_together_until_their_answers_begin(setup: Setup) -> None:
+    worker = await setup.worker()
+    front = await setup.front(worker, limits={"bodies": 250_000}, queue={"requests_per_worker": 1})
+    gate = Gate(worker)
+    big = "x" * 100_000
+    requests = [ask(front, "a", x=big), ask(front, "b", x=big)]
+    await waiting(front, 1)
+    error = await error_of(await front.chat(user="c", x=big), 429, "overloaded")
+    assert "limits.bodies" in error["message"]
+    small = ask(front, "d", x="x" * 1000)
+    await waiting(front, 2)
+    for _ in range(3):
+        await until(lambda: bool(gate._open))
+        gate.finish()
+    assert [(await request).status for request in (*requests, small)] == [200] * 3
+    worker.answer = streaming(b"data: 1\n\n", forever=True)
+    streams = []
+    for _ in range(4):
+        front.app.workers.all[0].outstanding.set(0)  # as many places as there are streams
+        streams.append(await front.chat(x=big))
+    assert [stream.status for stream in streams] == [200] * 4, "bodies whose answers have begun count no more"
+    for stream in streams:
+        stream.close()
+    await until(lambda: not front.app.proxy.active)
+    assert front.app.board.cell("bytes of bodies").total() == 0
 
 
 @given(st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=200))
