@@ -142,3 +142,36 @@ def test_the_view_socket_is_for_its_group_and_shows_only(box: Box) -> None:
     assert (ask("carol", view), ask("alice", view)) == ("PermissionError", "PermissionError")
     box.systemctl("restart", DAEMON)
     assert ask("syshax-api", view) == "200", "a restarted daemon has it again"
+
+
+def test_processes_and_live_workers_of_the_front_end(box: Box) -> None:
+    """Under its unit: who may change workers, a process that dies, a supervisor that is killed, an orderly end."""
+    control = "/run/syshax-api/control.sock"
+    box.write("/etc/syshax/syshax-api.toml.d/test.toml", 'processes = 2\nworkers = ["http://127.0.0.1:9"]\n')
+    box.systemctl("restart", "syshax-api.socket", API)
+
+    def children() -> list[str]:
+        return sorted(box.try_run("pgrep", "-P", str(box.main_pid(API)))[1].split())
+
+    def ask(user: str) -> str:
+        return box.try_run("/usr/bin/python3", "-c", ASK, control, "GET /v1/workers", user=user)[1]
+
+    pid, first = box.main_pid(API), children()
+    assert len(first) == 2
+    assert [ask(user) for user in ("root", "bob", "syshax-api", "alice", "carol")] == ["200"] * 3 + ["403"] * 2
+    assert 'workers = ["http://127.0.0.1:9", "unix:/run/w.sock"]' in box.run(
+        "syshaxctl", "workers", "add", "unix:/run/w.sock", user="bob"
+    )
+    box.run("kill", "-KILL", first[0])
+    box.wait("another process", lambda: len(children()) == 2 and first[0] not in children(), 20)
+    assert box.main_pid(API) == pid and first[1] in children()
+    assert "unix:/run/w.sock" in box.run("syshaxctl", "workers")
+    fetch = ["/usr/bin/python3", "-c", FETCH, "http://127.0.0.1:8000/health"]
+    assert [box.run(*fetch) for _ in range(4)] == ["200"] * 4
+    old = children()
+    box.run("kill", "-KILL", str(pid))
+    box.wait("another supervisor", lambda: box.main_pid(API) not in (0, pid) and len(children()) == 2, 20)
+    assert not set(old) & set(box.run("ps", "-eo", "pid=").split()) and box.run(*fetch) == "200"
+    box.systemctl("stop", "syshax-api.socket", API)
+    assert box.show(API, "Result") == "success" and box.show(API, "ExecMainStatus") == "0"
+    assert not box.path(control).exists()
