@@ -57,6 +57,9 @@ class Child:
             self._channel.tell("leaving")
             self._taker.take(1 << 16)
             await self._server.drain()
+            await self._taker.stop()
+            if self._server.runner.server is not None and self._server.runner.server.connections:
+                await self._server.drain()  # one came as the others ended
             await self._server.close()
         beat.cancel()
         serving.cancel()

@@ -87,6 +87,11 @@ class Taker:
     def start(self) -> None:
         asyncio.get_running_loop().add_reader(self._end, self.take)
 
+    async def stop(self) -> None:
+        """Takes nothing more; returns when what was taken has its protocol."""
+        asyncio.get_running_loop().remove_reader(self._end)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     def take(self, most: int = _AT_ONCE) -> None:
         """What is there, at most so many."""
         for _ in range(most):

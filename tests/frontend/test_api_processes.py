@@ -85,8 +85,15 @@ async def test_shares_are_equal_and_limits_and_metrics_are_those_of_all(setup: S
                 stream.close()
         await asyncio.sleep(0.2)
         assert await metric(server, "vllm:num_requests_running") == 0
-        server.process.send_signal(signal.SIGTERM)
-        assert await server.ended(8) == 0
+        async with aiohttp.ClientSession() as session:
+            stream = await session.post(f"{server.url}/v1/completions", json=BODY)
+            left = server.children()
+            server.process.send_signal(signal.SIGTERM)
+            await until(lambda: "stopping: 1 requests" in server.log)
+            server.process.send_signal(signal.SIGTERM)
+            assert await server.ended(2) == 1
+            await until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in left))
+            stream.close()
         assert "Traceback" not in server.log, server.log
 
 
