@@ -143,6 +143,13 @@ class Daemon(Settings):
         description="Where syshaxd shows its state, for readiness and the console. A worker whose daemon cannot be "
         'asked counts by its own answers. "": ask nobody.',
     )
+    wait_seconds: float = Field(
+        default=30.0,
+        ge=0,
+        le=3600,
+        description="A worker whose experts are away is not ready. Where no other serves the model, requests go to it "
+        "all the same for so long, and wait there for the daemon to come back; then they are refused. 0: at once.",
+    )
 
 
 class Limits(Settings):

@@ -131,8 +131,12 @@ class Experts:
             self.state, self.reason, self._good_at = "attached", "", time.monotonic()
             return
         self.state = "missing"
-        if time.monotonic() - self._good_at >= GRACE_SECONDS:
+        if self.away_seconds() >= GRACE_SECONDS:
             self.reason = missing
+
+    def away_seconds(self) -> float:
+        """Since they were last seen attached."""
+        return time.monotonic() - self._good_at
 
     def _is_mine(self, names: Names, session: SessionInfo) -> bool:
         host, port = self._place

@@ -149,7 +149,7 @@ class Router:
         if named is not None:
             if named not in key.models and model not in key.models:
                 raise self._unknown(named, key)
-        elif not all(key.models >= worker.models.keys() for worker in self._workers.all if worker.ready):
+        elif not all(key.models >= worker.models.keys() for worker in self._serving(None)):
             raise ApiError(
                 Kind.MODEL_MISSING,
                 "This key may not use every model here, so its requests must name one that it may use, in JSON or in "
@@ -158,11 +158,10 @@ class Router:
             )
 
     def _serving(self, model: str | None) -> list[Worker]:
-        return [
-            worker
-            for worker in self._workers.all
-            if worker.takes_requests and (model is None or model in worker.models)
-        ]
+        """Ready workers; without one those that wait for their experts, as a restarting daemon has them do."""
+        serving = [worker for worker in self._workers.all if model is None or model in worker.models]
+        ready = [worker for worker in serving if worker.takes_requests]
+        return ready or [worker for worker in serving if worker.waits_for_experts]
 
     def _candidates(self, model: str | None, priority: int, key: Key | None = None) -> list[Worker]:
         """Workers of the groups whose priority is nearest; of two that are as near the lower one."""
@@ -205,7 +204,7 @@ class Router:
         return worker
 
     def _check_one_model(self, key: Key | None) -> None:
-        served = {frozenset(worker.models) for worker in self._workers.all if worker.ready}
+        served = {frozenset(worker.models) for worker in self._serving(None)}
         if len(served) > 1:
             raise ApiError(
                 Kind.MODEL_MISSING,

@@ -69,6 +69,12 @@ class Worker:
     def takes_requests(self) -> bool:
         return self.ready and not self.draining
 
+    @property
+    def waits_for_experts(self) -> bool:
+        """It answers, and its experts were attached lately: its requests wait in it until they are again."""
+        away = self.experts.reason and self._answers and not self.draining
+        return bool(away) and self.experts.away_seconds() < self._config.daemon.wait_seconds
+
     async def watch(self) -> None:
         """Checks for ever; `suspect` makes the next check come at once."""
         health = self._config.health

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fake_daemon import FakeDaemon, session
-from front_fixtures import Front, Setup, error_of, until
+from front_fixtures import Front, Setup, bearer, error_of, until, write_keys
 
 from syshaxd.frontend import daemon_view
 from syshaxd.frontend.daemon_view import DaemonView, Experts
@@ -26,8 +26,8 @@ async def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     await daemon.stop()
 
 
-async def front_of(setup: Setup, daemon: FakeDaemon, *workers: Any) -> Front:
-    return await setup.front(*workers, daemon={"view_socket": str(daemon.path)})
+async def front_of(setup: Setup, daemon: FakeDaemon, *workers: Any, wait_seconds: float = 0) -> Front:
+    return await setup.front(*workers, daemon={"view_socket": str(daemon.path), "wait_seconds": wait_seconds})
 
 
 def experts(front: Front) -> list[str]:
@@ -77,6 +77,48 @@ async def test_a_short_absence_costs_no_request(setup: Setup, daemon: FakeDaemon
     await daemon.stop()
     await until(lambda: experts(front) == ["missing"])
     assert front.app.workers.all[0].ready and (await front.chat()).status == 200
+
+
+async def test_requests_wait_in_their_worker_for_a_daemon_that_restarts(setup: Setup, daemon: FakeDaemon) -> None:
+    worker, other = await setup.worker("m"), await setup.worker("n", "o")
+    daemon.sessions = [session(worker.url)]
+    front = await front_of(setup, daemon, worker, other, wait_seconds=1.0)
+    await until(lambda: experts(front) == ["attached", "not known"])
+    await daemon.stop()
+    begun = monotonic()
+    await until(lambda: not front.app.workers.all[0].ready)
+    assert (await front.chat()).status == 200, "vLLM holds it until the daemon is back"
+    await until(lambda: not front.app.workers.all[0].waits_for_experts)
+    assert monotonic() - begun >= 0.8
+    await error_of(await front.chat(), 503, "not_ready")
+
+
+async def test_a_key_for_some_models_is_held_to_them_while_workers_wait(
+    setup: Setup, daemon: FakeDaemon, tmp_path: Path
+) -> None:
+    worker = await setup.worker("m", "n")
+    daemon.sessions = [session(worker.url)]
+    view = {"view_socket": str(daemon.path), "wait_seconds": 60}
+    keys = write_keys(tmp_path / "keys.toml", {"sk-some": {"models": ["m"]}})
+    front = await setup.front(worker, keys=keys, daemon=view)
+    await until(lambda: experts(front) == ["attached"])
+    daemon.sessions = []
+    await until(lambda: not front.app.workers.all[0].ready)
+    for model, status in ({"model": "m"}, 200), ({"model": "n"}, 404), ({}, 400):
+        answer = await front.session.post("/v1/chat/completions", json=model, headers=bearer("sk-some"))
+        assert answer.status == status
+
+
+async def test_while_another_worker_is_ready_nobody_waits(setup: Setup, daemon: FakeDaemon) -> None:
+    worker, other = await setup.worker(), await setup.worker()
+    daemon.sessions = [session(worker.url)]
+    front = await front_of(setup, daemon, worker, other, wait_seconds=60)
+    await until(lambda: experts(front) == ["attached", "not known"])
+    daemon.sessions = []
+    await until(lambda: not front.app.workers.all[0].ready)
+    for _ in range(4):
+        assert (await front.chat()).status == 200
+    assert not worker.seen and len(other.seen) == 4
 
 
 async def test_a_stopped_process_counts_as_gone(setup: Setup, daemon: FakeDaemon) -> None:
