@@ -97,7 +97,7 @@ class Fleet:
         for seen in (seen for rows in answers for seen in rows):
             by_url.setdefault(seen.url, []).append(seen)
         order = dict.fromkeys([*self._wanted, *by_url])
-        return len(answers), [self._info(url, by_url[url], len(answers)) for url in order if url in by_url]
+        return len(answers), [self._info(url, by_url.get(url, []), len(answers)) for url in order]
 
     def permanent(self, group: str) -> str:
         """The line of the configuration that makes the group's workers what they are now."""
@@ -134,11 +134,15 @@ class Fleet:
             state, reason = "leaving", ""
         elif wanted.draining:
             state, reason = "draining", ""
-        elif ready == processes:
+        elif ready == processes > 0:
             state = "ready"
         elif ready:
             state, reason = "partly ready", f"ready in {ready} of {processes} processes: {reason}"
         else:
             state = "not ready"
-        shown = rows[0].model_dump(exclude={"ready", "reason", "group"})
-        return WorkerInfo(**shown, group=rows[0].group, state=state, reason=reason, configured=url in self._configured)
+        if not rows:  # all processes are starting
+            assert wanted is not None
+            reason = "no process of the front-end answers now"
+            return WorkerInfo(url=url, group=wanted.group, state="not ready", reason=reason)
+        shown = rows[0].model_dump(exclude={"ready", "reason"})
+        return WorkerInfo(**shown, state=state, reason=reason, configured=url in self._configured)

@@ -8,8 +8,8 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -53,6 +53,30 @@ async def metric(server: Api, name: str) -> float:
 
 def descriptors(pid: int) -> list[Path]:
     return list(Path(f"/proc/{pid}/fd").iterdir())
+
+
+def allow_descriptors(pid: int, more: bool) -> None:
+    """As many as it likes, or none that it has not got."""
+    taken = {int(path.name) for path in descriptors(pid)}
+    free = next(number for number in range(4096) if number not in taken)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (4096 if more else free, 4096))
+
+
+@contextmanager
+def notifications(path: Path) -> Iterator[Callable[[], list[str]]]:
+    """A service manager's socket, and what has been said there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(str(path))
+        listening.setblocking(False)
+        told: list[str] = []
+
+        def read() -> list[str]:
+            with suppress(BlockingIOError):
+                while True:
+                    told.extend(listening.recv(4096).decode().splitlines())
+            return told
+
+        yield read
 
 
 async def clients_of(server: Api, number: int) -> list[asyncio.StreamWriter]:
@@ -143,13 +167,20 @@ async def test_a_killed_process_loses_its_own_streams_only_and_is_replaced(setup
 async def test_a_process_that_hangs_is_killed_and_what_it_was_given_is_served(setup: Setup) -> None:
     worker = await setup.worker()
     worker.answer = streaming(EVENT)
-    async with several(setup, worker, environment={"WATCHDOG_USEC": "1500000"}) as server:
-        victim = server.children()[0]
-        os.kill(victim, signal.SIGSTOP)
-        answers = await asyncio.gather(*(one_request(server) for _ in range(8)))
-        assert answers == [(200, EVENT)] * 8
-        await until(lambda: len(server.children()) == 2 and victim not in server.children(), 10)
-        assert "has not answered for" in server.log
+    environment = {"WATCHDOG_USEC": "1500000", "NOTIFY_SOCKET": str(setup.folder / "notify")}
+    with notifications(setup.folder / "notify") as told:
+        async with several(setup, worker, environment=environment) as server:
+            await until(lambda: {"READY=1", "WATCHDOG=1", "STATUS=2 processes; ready: m"} <= set(told()))
+            victim = server.children()[0]
+            os.kill(victim, signal.SIGSTOP)
+            answers = await asyncio.gather(*(one_request(server) for _ in range(8)))
+            assert answers == [(200, EVENT)] * 8
+            await until(lambda: len(server.children()) == 2 and victim not in server.children(), 10)
+            assert "has not answered for" in server.log
+            await until(lambda: any(line.startswith("STATUS=1 of 2 processes") for line in told()))
+            server.process.terminate()
+            assert await server.ended(8) == 0
+            assert any(line == "STOPPING=1" for line in told())
 
 
 async def test_a_process_without_descriptors_gives_way_and_one_that_is_told_to_end_finishes_first(setup: Setup) -> None:
@@ -157,9 +188,14 @@ async def test_a_process_without_descriptors_gives_way_and_one_that_is_told_to_e
     async with several(setup, worker) as server, aiohttp.ClientSession() as session:
         worker.answer = streaming(EVENT)
         poor = server.children()[0]
-        resource.prlimit(poor, resource.RLIMIT_NOFILE, (len(descriptors(poor)), 4096))
+        allow_descriptors(poor, False)
         assert [await one_request(server) for _ in range(8)] == [(200, EVENT)] * 8
-        resource.prlimit(poor, resource.RLIMIT_NOFILE, (4096, 4096))
+        allow_descriptors(poor, True)
+        allow_descriptors(server.process.pid, False)
+        request = asyncio.create_task(one_request(server))
+        await until(lambda: "cannot accept connections: Too many open files" in server.log)
+        allow_descriptors(server.process.pid, True)
+        assert await request == (200, EVENT), "it waited"
         await asyncio.sleep(1.1)
         worker.answer = streaming(*[EVENT] * 10, pause=0.05)
         streams = [await session.post(f"{server.url}/v1/completions", json=BODY) for _ in range(2)]
