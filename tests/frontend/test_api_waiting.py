@@ -346,6 +346,61 @@ async def test_a_place_that_other_processes_cannot_use_is_taken() -> None:
         assert await task is here.worker
 
 
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.integers(0, 2), st.sampled_from("mn")),
+        st.tuples(st.just("leave"), st.integers(0, 30), st.just("")),
+        st.tuples(st.just("finish"), st.integers(0, 30), st.just("")),
+    ),
+    max_size=40,
+)
+
+
+@given(steps=steps, most=st.integers(1, 3))
+def test_whatever_happens_no_place_is_lost_or_given_twice(steps: list[tuple[str, int, str]], most: int) -> None:
+    """Requests come, go away and finish in any order, some in one moment; then nobody waits beside a free place, each
+    line was served in its order, and in the end all counters are zero."""
+
+    async def play() -> None:
+        board = Board()
+        here = Places(board, most)
+        waits: dict[asyncio.Task[Any], tuple[int, str]] = {}
+        inside: list[asyncio.Task[Any]] = []
+        served: dict[tuple[int, str], list[int]] = {}
+        names: dict[asyncio.Task[Any], int] = {}
+        for number, (what, which, model) in enumerate(steps):
+            if what == "arrive":
+                task = asyncio.create_task(here.waiting.wait(model, which))
+                waits[task], names[task] = (which, model), number
+            elif what == "leave" and waits:
+                list(waits)[which % len(waits)].cancel()
+            elif what == "finish" and inside:
+                inside.pop(which % len(inside))
+                here.free(here.worker)
+            if number % 3 and number + 1 < len(steps):
+                continue  # the next step comes in the same moment
+            for _ in range(4):
+                await asyncio.sleep(0)
+            for task in [task for task in waits if task.done()]:
+                line = waits.pop(task)
+                if not task.cancelled():
+                    inside.append(task)
+                    served.setdefault(line, []).append(names[task])
+            assert here.worker.outstanding.total() == len(inside) <= most
+            assert here.waiting.count == len(waits) == board.cell("waiting").total()
+            assert not waits or len(inside) == most
+        assert all(order == sorted(order) for order in served.values())
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+        for _ in inside:
+            here.free(here.worker)
+        assert here.worker.outstanding.total() == board.cell("waiting").total() == 0
+        assert set(here.waiting.counts().values()) <= {0}
+
+    asyncio.run(play())
+
+
 def test_retry_after_is_what_the_pace_says() -> None:
     assert retry_after(10, 2.0, 30.0) == (("Retry-After", "5"),)
     assert retry_after(1, 50.0, 30.0) == (("Retry-After", "1"),)
