@@ -1,6 +1,6 @@
 """Counters, gauges and histograms for Prometheus, kept on the board: any process shows the sums of all.
 
-Made because an observation happens for every streamed event: it costs two additions to shared memory here, a fifth of
+Made because an observation happens for every streamed event: it costs two additions to shared memory here, a quarter of
 what prometheus_client's do, whose files for several processes cost as much again and forget nobody
 (docs/decisions/0016). The exposition format stays prometheus_client's.
 

@@ -94,6 +94,8 @@ class Taker:
 
     def take(self, most: int = _AT_ONCE) -> None:
         """What is there, at most so many."""
+        taken: list[int] = []
+        last = 0
         for _ in range(most):
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._end, _NUMBER.size, 1)
@@ -102,15 +104,22 @@ class Taker:
             if not data:
                 asyncio.get_running_loop().remove_reader(self._end)
                 break
-            self._replies.append(_REPLY.pack(bool(descriptors), *_NUMBER.unpack(data)))
-            self._reply()
-            for descriptor in descriptors:
-                task = asyncio.get_running_loop().create_task(self._connect(socket.socket(fileno=descriptor)))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            number = _NUMBER.unpack(data)[0]
+            if descriptors:
+                taken += descriptors
+                last = number
+            else:
+                self._replies.append(_REPLY.pack(False, number))
+        if taken:
+            self._replies.append(_REPLY.pack(True, last))
+        self._reply()
+        for descriptor in taken:  # only a later turn of the loop reads from them
+            task = asyncio.get_running_loop().create_task(self._connect(socket.socket(fileno=descriptor)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _reply(self) -> None:
-        """A reply that cannot be sent now stands for those before it, unless that is a refusal."""
+        """That one was taken stands for those before it, but for those refused, which are told first."""
         while self._replies:
             try:
                 self._end.send(self._replies[0])
