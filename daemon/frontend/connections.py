@@ -27,6 +27,9 @@ OPEN_CONNECTIONS = "connections"
 _TELL_SECONDS = 10.0
 """At most one line in the log in this time about connections that are refused."""
 _LOOKS_PER_LIMIT = 8
+_WRITE_BYTES = 1 << 18
+"""What waits for a client before its worker is held up; asyncio's 64 KiB are less than a read, so that the two would take
+turns."""
 _STATUS_LINES = {408: "408 Request Timeout", 429: "429 Too Many Requests"}
 
 
@@ -40,6 +43,8 @@ class Connection(web.RequestHandler):
         """When the head came first that is not complete; 0: there is none."""
         self.address = _address(transport)
         super().connection_made(transport)
+        assert self.transport is not None
+        self.transport.set_write_buffer_limits(high=_WRITE_BYTES)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

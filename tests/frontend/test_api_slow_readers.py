@@ -18,7 +18,7 @@ from syshaxd.bench.api_load import resident_bytes
 
 EVENT = b"data: 1\n\n"
 READERS = 100
-MOST_PER_READER = (64 + 256 + 30) << 10
+MOST_PER_READER = (256 + 256 + 30) << 10
 """What the transport takes before it says stop, one read, and the objects of a stream."""
 
 
