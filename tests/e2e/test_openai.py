@@ -53,7 +53,6 @@ def complete(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": chat(),
-    "chat stream": chat(stream=True),
     "usage in a stream": chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}),
     "logprobs": chat(logprobs=True, top_logprobs=3, return_token_ids=True),
     "logprobs in a stream": chat(logprobs=True, top_logprobs=2, return_token_ids=True, stream=True),
@@ -62,7 +61,6 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tool": chat(
         tools=[TOOL], tool_choice={"type": "function", "function": {"name": "pick"}}, max_completion_tokens=16
     ),
-    "max_tokens": chat(max_completion_tokens=None, max_tokens=2),
     "stop": chat(stop=["capital"], max_completion_tokens=6),
     "unknown fields": chat(x_unknown={"": [None, 1e-300]}, mirostat=2),
     "completion": complete(logprobs=2, echo=True),

@@ -1,4 +1,4 @@
-"""Twice twelve seconds of the storm (`make storm` runs minutes of it), and that its judgement sees what it must see."""
+"""Twice ten seconds of the storm (`make storm` runs minutes of it), and that its judgement sees what it must see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from storm_worker import DONE, event
 async def test_workers_killed_stopped_and_restarted_under_load_lose_no_request_that_could_be_saved(
     processes: int,
 ) -> None:
-    storm = Storm(seconds=12, seed=3, processes=processes)
+    storm = Storm(seconds=10, seed=3, processes=processes)
     wrong = await storm.run()
     print(storm.summary())
     assert not wrong, "\n".join(wrong[:10])
