@@ -185,5 +185,5 @@ stage_model() { "$VENV/bin/python" tests/demo/make_model.py "$MODEL"; }
 
 case "${1:-}" in
     system|venv|core|model|nginx) stage=$1; shift; "stage_$stage" "$@" ;;
-    *) sed -n '2,14p' "$0"; exit 2 ;;
+    *) sed -n '2,12p' "$0"; exit 2 ;;
 esac

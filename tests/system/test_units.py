@@ -48,4 +48,13 @@ def test_a_worker_is_tied_to_the_daemon_by_a_wish_alone() -> None:
 def test_what_must_not_be_set() -> None:
     for unit in UNITS:
         keys = {line.partition("=")[0] for line in settings(unit.replace("@x", "@"))}
+        keys -= {"RuntimeDirectory"} if unit == "syshax-api.service" else set()  # its control socket goes with it
         assert not keys & {"PrivateUsers", "RuntimeDirectory", "AllowedCPUs", "AllowedMemoryNodes", "MemoryMax"}, unit
+
+
+def test_no_service_gives_up() -> None:
+    """A start limit would keep a service down that failed while the machine came up, until somebody resets it."""
+    for unit in [name for name in UNITS if name.endswith(".service")]:
+        lines = settings(unit.replace("@x", "@"))
+        assert "StartLimitIntervalSec=0" in lines, unit
+        assert {"Restart=always", "Restart=on-failure"} & set(lines), unit
