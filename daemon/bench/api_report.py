@@ -115,6 +115,7 @@ def draw_processes(axis: Any, rounds: list[dict[str, Any]]) -> None:
         axis.plot(range(1, len(ratios) + 1), ratios, "-o", color=COLOURS[name], label=NAMES[name], linewidth=1)
     axis.axhline(1.7, color="grey", linestyle=":", linewidth=1)
     axis.set_ylim(bottom=0)
+    axis.set_xticks(range(1, len(rounds) + 1))
     axis.set_xlabel("round")
     axis.set_ylabel("requests/s of two over one")
     axis.set_title("two processes against one (dotted: asked)")

@@ -28,7 +28,7 @@ _TELL_SECONDS = 10.0
 """At most one line in the log in this time about connections that are refused."""
 _LOOKS_PER_LIMIT = 8
 _WRITE_BYTES = 1 << 18
-"""What waits for a client before its worker is held up; asyncio's 64 KiB are less than a read, so that the two would take
+"""What waits for a client before its worker is held up. asyncio's 64 KiB are less than a read: the two would take
 turns."""
 _STATUS_LINES = {408: "408 Request Timeout", 429: "429 Too Many Requests"}
 

@@ -16,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
+from syshaxd.frontend.acceptor import Acceptor
 from syshaxd.frontend.app import App
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.commands import Commands, reload_and_tell
@@ -25,7 +24,7 @@ from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.control import Control
 from syshaxd.frontend.fleet import Fleet
 from syshaxd.frontend.keys import KeyRing
-from syshaxd.frontend.listening import BACKLOG, address_of, listen
+from syshaxd.frontend.listening import address_of, listen
 from syshaxd.frontend.server import Server
 from syshaxd.systemd import Notifier, take_handed, watchdog_seconds
 
@@ -100,7 +99,7 @@ class Process:
             server.app.workers.start()
             await server.app.workers.first_look(FIRST_LOOK_SECONDS)
             for listener in listeners:
-                await web.SockSite(server.runner, listener, backlog=BACKLOG).start()
+                await Acceptor(server.runner, listener).start()
             log.info("listening on %s", ", ".join(address_of(listener) for listener in listeners))
             self._notifier.ready("listening")
             self._keep(self._report(server.app))
