@@ -52,6 +52,14 @@ def pss_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
 
 
+def mapped_in_shm(pid: int) -> set[str]:
+    """Paths in /dev/shm that still have their name, of what a process has mapped."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {line.split(maxsplit=5)[5] for line in lines if " /dev/shm/" in line and not line.endswith("(deleted)")}
+    return set()
+
+
 class Daemon:
     """A syshaxd of the test's own; may be killed and started again in the same runtime directory."""
 
@@ -242,8 +250,12 @@ class WorkerServer:
             raise
 
     def kill(self) -> None:
-        """kill -9 of the whole tree."""
-        for pid in self.tree():
+        """kill -9 of the whole tree, which leaves in /dev/shm what vLLM keeps there: that is removed."""
+        tree = self.tree()
+        named = {name for pid in tree for name in mapped_in_shm(pid)}
+        for pid in tree:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        for name in named:
+            Path(name).unlink(missing_ok=True)
