@@ -28,6 +28,28 @@ void check_range(const char* field, uint64_t value, uint64_t low, uint64_t high)
 
 std::string system_text(const char* what) { return std::string(what) + ": " + std::strerror(errno); }
 
+size_t system_page() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+size_t with_guards(size_t bytes) {
+  const size_t page = system_page();
+  return (bytes + page - 1) / page * page + 2 * page;
+}
+
+// Between two pages that nobody may touch: an offset too far by mistake ends this process and meets no other session.
+uint8_t* map_between_guards(int fd, size_t bytes) {
+  void* hole = mmap(nullptr, with_guards(bytes), PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (hole == MAP_FAILED) throw CoreError("no_memory", system_text("room for session memory"));
+  uint8_t* base = static_cast<uint8_t*>(hole) + system_page();
+  if (mmap(base, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+    const CoreError error("no_memory", system_text("mapping session memory"));
+    munmap(hole, with_guards(bytes));
+    throw error;
+  }
+  return base;
+}
+
+void unmap_with_guards(uint8_t* base, size_t bytes) { munmap(base - system_page(), with_guards(bytes)); }
+
 }  // namespace
 
 syshax_ring_header ring_layout(const RingShape& shape) {
@@ -65,9 +87,7 @@ RingServer::RingServer(int shm_fd, int doorbell_fd, const syshax_ring_header& la
   if (status.st_size < 0 || static_cast<uint64_t>(status.st_size) < layout.total_bytes)
     throw CoreError("internal", "session memory has " + std::to_string(status.st_size) + " bytes, its layout needs " +
                                     std::to_string(layout.total_bytes));
-  void* base = mmap(nullptr, layout.total_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, shm_fd, 0);
-  if (base == MAP_FAILED) throw CoreError("no_memory", system_text("mapping session memory"));
-  base_ = static_cast<uint8_t*>(base);
+  base_ = map_between_guards(shm_fd, layout.total_bytes);
   try {
     guard_ = std::make_unique<SigbusGuard>(base_, layout.total_bytes);
     doorbell_fd_ = fcntl(doorbell_fd, F_DUPFD_CLOEXEC, 0);
@@ -76,7 +96,7 @@ RingServer::RingServer(int shm_fd, int doorbell_fd, const syshax_ring_header& la
                       "end sessions, or raise the daemon's limit on open files (LimitNOFILE=)");
   } catch (...) {
     guard_.reset();
-    munmap(base_, layout.total_bytes);
+    unmap_with_guards(base_, layout.total_bytes);
     throw;
   }
   layout_.submit_tail = layout_.submit_head = kFirstPosition;
@@ -86,7 +106,7 @@ RingServer::RingServer(int shm_fd, int doorbell_fd, const syshax_ring_header& la
 
 RingServer::~RingServer() {
   guard_.reset();
-  munmap(base_, layout_.total_bytes);
+  unmap_with_guards(base_, layout_.total_bytes);
   close(doorbell_fd_);
 }
 

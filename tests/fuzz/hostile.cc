@@ -115,7 +115,8 @@ void HostileMemory::post_companion(uint32_t layer, Script& script) {
 void HostileMemory::post_plausible(Script& script) {
   syshax_ring_request r = {};
   r.tag = script.below(8) ? ++tag_ : script.number();
-  r.slot = script.below(8) ? script.below(layout_.num_slots) : script.number();
+  // Often at the edge: just one too far is what a wrong comparison lets pass.
+  r.slot = script.below(8) ? script.below(layout_.num_slots + (script.below(8) == 0)) : script.number();
   uint32_t* fields[] = {&r.layer, &r.num_tokens, &r.top_k, &r.dtype, &r.flags};
   const uint32_t legal[] = {script.below(3), 1 + script.below(4), 1, 0, 0};
   for (int i = 0; i < 5; ++i) *fields[i] = script.below(4) ? legal[i] : script.number();

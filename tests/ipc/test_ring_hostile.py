@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -234,3 +235,20 @@ def test_a_sent_sigbus_kills_as_ever() -> None:
         [sys.executable, "-c", text, "never"], capture_output=True, text=True, timeout=30, check=False
     )
     assert done.stdout == "reading\n" and done.returncode == -signal.SIGBUS
+
+
+def test_a_session_lies_between_pages_that_nobody_may_touch(harness: _core.TestHarness) -> None:
+    """An offset too far, should a check ever fail, meets no neighbour."""
+    with RawSession(harness, 77) as session:
+        session.works()
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        areas = [(*(int(end, 16) for end in words[0].split("-")), words[1]) for words in lines]
+        inode = str(os.fstat(session.shm_fd).st_ino)
+        guarded = [
+            at
+            for at, words in enumerate(lines)
+            if words[4] == inode
+            and areas[at - 1][1:3] == (areas[at][0], "---p")
+            and (areas[at][1], "---p") == (areas[at + 1][0], areas[at + 1][2])
+        ]
+        assert guarded, "the daemon's mapping of this session has no guards on both sides"
