@@ -73,7 +73,7 @@ def test_one_session_is_first_in_first_out_and_sessions_take_turns(harness: _cor
         harness.release()
         waits = [many.completion(slot, tag)["queued_ns"] for slot, tag in enumerate(tags)]
         harness.set_delay_us(0)
-        assert waits == sorted(waits)
+        assert waits[1:] == sorted(waits[1:])  # the first was not waiting: its time is that of waking up
         assert one.completion(0, other)["queued_ns"] < waits[3]
 
 
