@@ -17,7 +17,7 @@ from aiohttp import web
 from syshax.protocol import ConfigChangeAnswer
 from syshax.routes import ROUTES, VIEW_ROUTES
 from syshaxd.control.app import Site, make_app
-from syshaxd.control.connections import Connections, http_log
+from syshaxd.control.connections import Connections, http_log, take_any_target
 from syshaxd.control.rights import Rights
 from syshaxd.control.routes import Routes
 from syshaxd.core import translated
@@ -48,6 +48,8 @@ async def _serve(
     app = make_app(partial(translated, parts.core), parts.boot, names, lambda router: routes.add_to(router, names))
     runner = web.AppRunner(app, access_log=None, logger=http_log, shutdown_timeout=2.0)
     await runner.setup()
+    assert runner.server is not None
+    take_any_target(runner.server)
     await Site(runner, listener, bounds).start()
     return runner
 

@@ -17,6 +17,7 @@ from time import monotonic
 
 from aiohttp import web
 
+from syshaxd.control.connections import take_any_target
 from syshaxd.frontend.app import App
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import ApiError, Kind
@@ -97,6 +98,7 @@ class Connections(web.Server):
 
     def __init__(self, app: App, config: ApiConfig) -> None:
         super().__init__(app.handle, handler_cancellation=True)
+        take_any_target(self)
         self._kwargs = {
             "auto_decompress": False,
             "access_log": None,

@@ -8,8 +8,12 @@ import socket
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
+from aiohttp import web
+from aiohttp.streams import EMPTY_PAYLOAD
+from aiohttp.test_utils import make_mocked_request
 from conftest import Daemon, eventually
 
 from syshax.protocol import StatusAnswer
@@ -235,3 +239,17 @@ async def test_root_comes_in_when_others_hold_all_places(
     assert (await daemon.json("GET", "/v1/sessions"))[0] == 429
     users.uid = 0
     await serves(daemon)
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_request_without_a_target_asks_for_the_root(known: bool) -> None:
+    async def handle(request: web.BaseRequest) -> web.Response:
+        return web.Response(text=f"{request.path} {request.raw_path}")
+
+    server = web.Server(handle)
+    connections.take_any_target(server)
+    message = make_mocked_request("GET", "/x?y" if known else "/")._message
+    if not known:
+        message = message._replace(url=None, path="")
+    request = server.request_factory(message, EMPTY_PAYLOAD, mock.Mock(), mock.Mock(), mock.Mock())
+    assert (await handle(request)).text == ("/x /x?y" if known else "/ /")
