@@ -73,9 +73,9 @@ class App:
 
     async def _dispatch(self, request: web.BaseRequest) -> web.StreamResponse:
         path, _ = path_of(request)
-        if (static := page(path, request.method)) is not None:
-            return static
         key = None if self.keys is None else self.keys.find(request.headers.get("Authorization"))
+        if (static := page(path, request.method, signed_in=self.keys is None or key is not None)) is not None:
+            return static
         if key is None and self.keys is not None and path not in OPEN_PATHS:
             raise ApiError(
                 Kind.NO_KEY,

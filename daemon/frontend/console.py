@@ -1,8 +1,8 @@
 """/console: a page that shows the front-end, its workers and the daemon live.
 
-The page, its script and its style are static and say nothing, so they need no key: a browser cannot send one when it
-opens a page. What there is to see comes from /console/events, which asks for a key as every other route does; the
-script reads that with fetch, which can send one, and asks the user for it.
+A browser cannot send a key when it opens a page, so without one /console answers 401 with the page as the body, which
+asks for it: page, script and style are static and say nothing. What there is to see comes from /console/events, which
+asks for a key as every other route does; the script reads that with fetch, which can send one.
 
 One sampler feeds all watchers of a process and stops with the last of them: nothing is computed while nobody looks.
 What a watcher has not read in time is replaced by what came after, so slow ones hold nothing.
@@ -55,8 +55,8 @@ def _static(name: str) -> bytes:
     return (resources.files("syshaxd.frontend") / "static" / name).read_bytes()
 
 
-def page(path: str, method: str) -> web.Response | None:
-    """What stands at a path of the console that needs no key; None: nothing does."""
+def page(path: str, method: str, signed_in: bool) -> web.Response | None:
+    """What stands at a path of the console that says nothing by itself; None: nothing does."""
     if path not in _PAGES:
         return None
     if method not in ("GET", "HEAD"):
@@ -64,6 +64,9 @@ def page(path: str, method: str) -> web.Response | None:
     name, kind = _PAGES[path]
     response = web.Response(body=_static(name), headers=_HEADERS)
     response.headers["Content-Type"] = kind
+    if path == "/console" and not signed_in:
+        response.set_status(HTTPStatus.UNAUTHORIZED)
+        response.headers["WWW-Authenticate"] = "Bearer"
     return response
 
 
