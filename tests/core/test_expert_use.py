@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import core_models as models
 import numpy as np
 import pytest
@@ -16,9 +14,9 @@ SHAPE = geometry(64, 64, experts=EXPERTS, layers=LAYERS)
 
 
 @pytest.fixture(scope="module")
-def loaded() -> Iterator[models.Loaded]:
-    """Its threads end with this module."""
-    yield load(SHAPE, "bf16", plan([1, 1]), chunk_tokens=CHUNK)
+def loaded() -> models.Loaded:
+    """Of one thread, the caller: no pool outlives this module."""
+    return load(SHAPE, "bf16", plan([1]), chunk_tokens=CHUNK)
 
 
 def expected(ids: np.ndarray) -> tuple[np.ndarray, int]:
