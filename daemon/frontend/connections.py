@@ -44,8 +44,8 @@ class Connection(web.RequestHandler):
         """When the head came first that is not complete; 0: there is none."""
         self.address = _address(transport)
         super().connection_made(transport)
-        assert self.transport is not None
-        self.transport.set_write_buffer_limits(high=_WRITE_BYTES)
+        if self.transport is not None:  # it was not refused
+            self.transport.set_write_buffer_limits(high=_WRITE_BYTES)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

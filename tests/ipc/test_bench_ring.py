@@ -17,18 +17,21 @@ from syshaxd.bench import idling, ring, spinning
 CPUS = sorted(os.sched_getaffinity(0))
 
 
+def children() -> str:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+
 @pytest.mark.parametrize(
     ("client_cpu", "daemon_cpu"), [(-1, -1), (CPUS[0], CPUS[-1]), (CPUS[0], CPUS[0])], ids=["free", "two", "one"]
 )
 @pytest.mark.parametrize("payload_bytes", [4, 16384])
 def test_figures(client_cpu: int, daemon_cpu: int, payload_bytes: int) -> None:
-    before, affinity = descriptors(), os.sched_getaffinity(0)
+    before, affinity = (descriptors(), children()), os.sched_getaffinity(0)
     figures = _core.bench_ring(0.4, payload_bytes, client_cpu, daemon_cpu)
     assert figures.keys() == {"spin_us_p50", "spin_us_p99", "parked_us_p50", "floor_spin_us", "floor_parked_us"}
     assert figures["floor_spin_us"] > 0 and 0 < figures["spin_us_p50"] <= figures["spin_us_p99"]
     assert figures["floor_parked_us"] > 0 and 0 < figures["parked_us_p50"] < 1e6
-    assert descriptors() == before and os.sched_getaffinity(0) == affinity
-    assert not Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    assert (descriptors(), children()) == before and os.sched_getaffinity(0) == affinity
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 1e9])
