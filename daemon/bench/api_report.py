@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from syshaxd.bench.api import bound_text
+from syshaxd.bench.reports import write_record
 
 COLOURS = {"direct": "#888888", "bare": "#1f5fa8", "ours": "#c2571a"}
 NAMES = {"direct": "worker alone", "bare": "bare pass-through", "ours": "syshax-api"}
@@ -19,14 +18,7 @@ NAMES = {"direct": "worker alone", "bare": "bare pass-through", "ours": "syshax-
 
 def write(document: Mapping[str, Any], folder: Path) -> list[Path]:
     """The files written; no plot where matplotlib is not installed."""
-    stem = "api-" + document["started"].replace(":", "").replace("-", "")
-    record = folder / f"{stem}.json"
-    record.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    if importlib.util.find_spec("matplotlib") is None:
-        return [record]
-    picture = folder / f"{stem}.png"
-    plot(document, picture)
-    return [record, picture]
+    return write_record(document, folder, "api", plot)
 
 
 def table(document: Mapping[str, Any]) -> Table:

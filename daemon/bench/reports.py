@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,18 @@ def prepare(folder: Path) -> None:
 
 def write(document: Document, folder: Path) -> list[Path]:
     """The files written; no plot where matplotlib is not installed."""
-    stem = "bench-" + document["started"].replace(":", "").replace("-", "")
+    return write_record(document, folder, "bench", plot)
+
+
+def write_record(document: Document, folder: Path, name: str, draw: Callable[[Document, Path], None]) -> list[Path]:
+    """NAME-STARTED.json and, where matplotlib is installed, what `draw` makes of it as .png; the files written."""
+    stem = f"{name}-" + document["started"].replace(":", "").replace("-", "")
     record = folder / f"{stem}.json"
     record.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if importlib.util.find_spec("matplotlib") is None:
         return [record]
     picture = folder / f"{stem}.png"
-    plot(document, picture)
+    draw(document, picture)
     return [record, picture]
 
 
