@@ -33,7 +33,7 @@ build() {
 
 # run WORDS... PROGRAM [ARGUMENT]: its output is shown only when it fails.
 run() {
-    local log=build/native_test.log status=0
+    local log=build/native_test-$mode.log status=0
     "$@" >"$log" 2>&1 || status=$?
     [ "$status" = 0 ] || { tail -n 30 "$log" >&2; die "status $status from: $*"; }
     printf '%s\n' "ok: $*"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,33 @@ SHAPE = geometry(64, 128, experts=6, top_k=2)
 CPUS = sorted(os.sched_getaffinity(0))
 
 
-def pool_threads() -> dict[str, set[int]]:
-    """Name of each computing thread of this process -> the CPUs it may use."""
+def pool_threads() -> dict[int, str]:
+    """Id of each computing thread of this process -> its name, which pools that live at once share."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        name = (task / "comm").read_text().strip()
-        if name.startswith("moe-"):
-            found[name] = os.sched_getaffinity(int(task.name))
+        with suppress(OSError):  # it ended meanwhile
+            name = (task / "comm").read_text().strip()
+            if name.startswith("moe-"):
+                found[int(task.name)] = name
     return found
+
+
+def added(before: dict[int, str]) -> dict[str, set[int]]:
+    """Name of each computing thread that was not there before -> the CPUs it may use."""
+    found = {}
+    for thread, name in pool_threads().items():
+        with suppress(OSError):
+            if thread not in before:
+                found[name] = os.sched_getaffinity(thread)
+    return found
+
+
+def assert_gone(before: dict[int, str]) -> None:
+    """No thread but those of before. The kernel lists one that was joined for an instant longer."""
+    deadline = time.monotonic() + 5
+    while added(before):
+        assert time.monotonic() < deadline, added(before)
+        time.sleep(0.001)
 
 
 def call(loaded: models.Loaded, tokens: int = 5) -> None:
@@ -35,16 +55,16 @@ def call(loaded: models.Loaded, tokens: int = 5) -> None:
 
 
 def test_the_caller_is_the_first_thread() -> None:
-    before = len(pool_threads())
+    before = pool_threads()
     loaded = load(SHAPE, "q8_0", plan([1]))
-    assert len(pool_threads()) == before
+    assert not added(before)
     call(loaded)
     del loaded
     loaded = load(SHAPE, "q8_0", plan([3, 2]))
-    assert len(pool_threads()) == before + 4
+    assert len(added(before)) == 4
     call(loaded)
     del loaded
-    assert len(pool_threads()) == before
+    assert_gone(before)
 
 
 def test_threads_run_where_the_plan_says() -> None:
@@ -53,9 +73,10 @@ def test_threads_run_where_the_plan_says() -> None:
         {"node": -1, "cpus": cpus, "threads": 3, "share": 1.0},
         {"node": -1, "cpus": [CPUS[-1]], "threads": 1, "share": 1.0},
     ]
+    before = pool_threads()
     loaded = load(SHAPE, "q8_0", nodes)
     call(loaded)
-    seen = pool_threads()
+    seen = added(before)
     assert seen["moe-0-1"] == {CPUS[-1]}
     assert seen["moe-0-2"] == {CPUS[0]}
     assert seen["moe-1-0"] == {CPUS[-1]}
@@ -79,11 +100,11 @@ BAD_PLANS = {
 
 @pytest.mark.parametrize(("nodes", "message"), BAD_PLANS.values(), ids=BAD_PLANS.keys())
 def test_plans_that_cannot_be_obeyed_are_refused(nodes: list[dict[str, Any]], message: str) -> None:
-    before = len(pool_threads())
+    before = pool_threads()
     with pytest.raises(_core.CoreError, match=message) as caught:
         _core.Runtime(nodes)
     assert caught.value.code == "hardware"
-    assert len(pool_threads()) == before
+    assert_gone(before)
 
 
 @pytest.mark.parametrize("missing", ["node", "cpus", "threads", "share"])
