@@ -32,7 +32,7 @@ from syshax.errors import (
     SyshaxError,
     UnknownModelError,
 )
-from syshax.protocol import AttachAnswer, AttachRequest, Dtype, Geometry, Priority, WeightFormat
+from syshax.protocol import AttachAnswer, AttachRequest, Closing, Dtype, Geometry, Priority, WeightFormat
 from syshax.ring import Result, Slot, Status
 from syshax.session import Session, attach
 from syshax.sockets import runtime_directory
@@ -287,6 +287,12 @@ class Model:
     def memory(self) -> tuple[int, int]:
         """(address, bytes) of the session's mapping, for page-locking; valid until close() or a re-attach."""
         return self._attached().ring.memory()
+
+    def wait_ended(self) -> int:
+        """Blocks until this session is over; gives the code of protocol.Closing. For a thread that looks after it: any
+        number may wait, and a request finds out by itself."""
+        session = self._session
+        return Closing.OPEN if session is None else session.ring.wait_ended()
 
     def close(self) -> None:
         """Detaches. Calls that wait in other threads end with an error; safe to call twice."""

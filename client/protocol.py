@@ -21,6 +21,8 @@ VIEW_SOCKET = "view.sock"
 DEFAULT_VIEW_DIR = "/run/syshax-view"
 """Where the view socket of a daemon in DEFAULT_RUNTIME_DIR lies; another's lies beside its other sockets."""
 ATTACH_SOCKET = "attach.sock"
+BOOT_FILE = "syshaxd.boot"
+"""Beside the sockets while a daemon serves: its boot id. See sockets.daemon_boot."""
 ATTACH_MESSAGE_BYTES = 16384
 """Largest datagram on the attach socket, either way."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import select
 import socket
 import weakref
 from collections.abc import Sequence
@@ -227,6 +228,14 @@ class Ring:
         except (OSError, ValidationError):
             return None
         return error_from_code(said.code, said.message, said.hint)
+
+    def wait_ended(self) -> int:
+        """Blocks until this session is over, from whichever side; gives the code of protocol.Closing."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLRDHUP)
+        poll.poll()
+        closing: int = self._library.closing(self._handle)
+        return closing
 
     def shutdown(self) -> None:
         """Ends the lease; calls that wait in other threads raise DaemonLostError."""

@@ -1,4 +1,4 @@
-"""Where the daemon's sockets lie and how connecting to them fails.
+"""Where the daemon's sockets lie, how connecting to them fails, and how to see a daemon without connecting.
 
 Owns the runtime directory's resolution and the one translation from a failed connect to the error tree, for the
 attach socket and the control API alike. Knows nothing of what is said over the connection.
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from syshax.errors import DaemonAbsentError, InternalError, InvalidArgumentError, NotAllowedError, RequestTimeoutError
-from syshax.protocol import DEFAULT_RUNTIME_DIR
+from syshax.protocol import BOOT_FILE, DEFAULT_RUNTIME_DIR
 
 GROUP = "syshax"
 RUNTIME_DIR_VARIABLE = "SYSHAX_RUNTIME_DIR"
@@ -26,6 +26,15 @@ _PATH_BYTES = 107
 def runtime_directory(runtime_dir: str | os.PathLike[str] | None = None) -> Path:
     """The given directory, else $SYSHAX_RUNTIME_DIR, else /run/syshax."""
     return Path(runtime_dir or os.environ.get(RUNTIME_DIR_VARIABLE) or DEFAULT_RUNTIME_DIR)
+
+
+def daemon_boot(runtime_dir: Path) -> str:
+    """The boot id of the daemon that serves there, as it says in a file; "" where none does. One that was killed may be
+    named still. For who waits: to connect to systemd's sockets would start a daemon that an administrator stopped."""
+    try:
+        return (runtime_dir / BOOT_FILE).read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def connect(path: Path, kind: socket.SocketKind, timeout: float, service: str = "syshaxd") -> socket.socket:

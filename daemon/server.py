@@ -157,6 +157,7 @@ class Server:
         caretaker = asyncio.create_task(self._look_after(), name="caretaker")
         parts.state = "ready"
         self._notifier.ready(self._status_line())
+        self._listeners.announce(parts.boot)
         self.serving.set()
         self._log_start()
         parts.cache.start()

@@ -1,7 +1,7 @@
 """The daemon's listening sockets: two made in the runtime directory, or taken over from systemd, and the view.
 
-Owns the directory, the lock that keeps a second daemon out, stale sockets of a killed one, modes and groups. A socket
-on which something listens is never taken away from it.
+Owns the directory, the lock that keeps a second daemon out, stale sockets of a killed one, modes and groups, and the
+file that says which daemon serves. A socket on which something listens is never taken away from it.
 
 The view socket is always made here: whoever polls it is to see at once that no daemon is there, and must not have the
 service manager start one. The daemon serves without it where it cannot be made.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import grp
+import logging
 import os
 import socket
 import stat
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syshax.errors import ConfigError, SyshaxError
-from syshax.protocol import ATTACH_SOCKET, CONTROL_SOCKET, DEFAULT_RUNTIME_DIR, DEFAULT_VIEW_DIR, VIEW_SOCKET
+from syshax.protocol import ATTACH_SOCKET, BOOT_FILE, CONTROL_SOCKET, DEFAULT_RUNTIME_DIR, DEFAULT_VIEW_DIR, VIEW_SOCKET
 
+log = logging.getLogger("syshaxd")
 LOCK_FILE = "syshaxd.lock"
 _KINDS = {CONTROL_SOCKET: socket.SOCK_STREAM, ATTACH_SOCKET: socket.SOCK_SEQPACKET}
 _BACKLOG = 128
@@ -44,12 +46,27 @@ class Listeners:
     """Sockets that are ours to remove at the end (not systemd's)."""
     group_found: bool
     view_path: Path
+    boot_path: Path
     view: socket.socket | None = None
     view_trouble: str = ""
     """Why there is no view socket."""
 
+    def announce(self, boot: str) -> None:
+        """Says in a file that this daemon serves. Who waits for one looks there: connecting would have the service
+        manager start one that an administrator has stopped."""
+        try:
+            descriptor = os.open(self.boot_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                os.fchmod(descriptor, 0o644)
+                os.write(descriptor, f"{boot}\n".encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            log.warning("idle workers will not see that this daemon serves: %s: %s", self.boot_path, error.strerror)
+
     def close_attach(self) -> None:
         """No new clients: connecting fails at once, so that they wait for the next daemon (systemd's socket queues)."""
+        self.boot_path.unlink(missing_ok=True)
         self.attach.close()
         for path in self.own_paths:
             if path.name == ATTACH_SOCKET:
@@ -96,7 +113,17 @@ def open_listeners(
     view_path = view_directory(runtime_dir, private) / VIEW_SOCKET
     view, trouble = _open_view(view_path, view_group, private)
     found = private or group_id is not None
-    return Listeners(made[CONTROL_SOCKET], made[ATTACH_SOCKET], lock, tuple(own), found, view_path, view, trouble)
+    return Listeners(
+        made[CONTROL_SOCKET],
+        made[ATTACH_SOCKET],
+        lock,
+        tuple(own),
+        found,
+        view_path,
+        runtime_dir / BOOT_FILE,
+        view,
+        trouble,
+    )
 
 
 def view_directory(runtime_dir: Path, private: bool) -> Path:

@@ -1,8 +1,9 @@
 """This process's attachment to syshaxd: one session, made before weights are read, renewed when the daemon restarts.
 
 Owns the session's life and what a lost daemon means: requests are pure functions, so one that was lost is submitted
-again after the daemon is back with the same model, within the configured time. One attachment a process (tensor-
-parallel rank 0 of each pipeline stage); layers hold it alive. Computes nothing: there is no local fallback.
+again after the daemon is back with the same model, within the configured time. While no request comes, keeping.py does
+the same. One attachment a process (tensor-parallel rank 0 of each pipeline stage); layers hold it alive. Computes
+nothing: there is no local fallback.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import logging
 import os
 import re
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -31,7 +33,7 @@ from syshax.errors import (
     UnknownModelError,
 )
 from syshax.protocol import Dtype
-from syshax.vllm import op
+from syshax.vllm import keeping, op
 from syshax.vllm.prepare import GONE, checkpoint_directory, compare_fingerprint, compare_geometry, prepare
 from syshax.vllm.settings import WorkerSettings, settings_from
 from syshax.vllm.staging import Rows, Staging
@@ -54,16 +56,20 @@ class Attachment:
         self.path, self.settings, self.max_tokens, self.dtype, self.device = path, settings, max_tokens, dtype, device
         self.key = (path, settings, max_tokens, dtype)
         self._num_slots = 1 if device.type == "cpu" else 2  # on a device the copy back of one overlaps the next
-        self._model: Model | None = None
         self._staging: Staging | None = None
         self._client = Client(runtime_dir=settings.runtime_dir)
-        self._open(time.monotonic() + settings.load_timeout_s)
+        self._opening = threading.Lock()
+        self._next: Model | None = None
+        """A newer session, for the thread that computes to take: what belongs to a device is its alone."""
+        self.model = self._open(time.monotonic() + settings.load_timeout_s)
+        self._stage()
         weakref.finalize(self, self._client.close)
+        keeping.keep(self, self._client.runtime_dir)
 
-    def _open(self, deadline: float) -> None:
+    def _open(self, deadline: float) -> Model:
         control = Control(self.settings.runtime_dir)
         info = prepare(control, self.path, self.settings, logger.info, deadline)
-        self._model = self._client.open(
+        return self._client.open(
             info.name,
             max_tokens=self.max_tokens,
             dtype=DTYPES[self.dtype],
@@ -72,8 +78,21 @@ class Attachment:
             fingerprint=compare_fingerprint(info, self.path),
             address=self.settings.address,
         )
+
+    def _stage(self) -> None:
         if self.device.type != "cpu":
-            self._staging = Staging(self._model, self.device, self._num_slots)
+            self._staging = Staging(self.model, self.device, self._num_slots)
+
+    @property
+    def newest(self) -> Model:
+        """The session that computes, or the one that will."""
+        return self._next or self.model
+
+    def renew(self, lost: Model) -> None:
+        """Opens another session where `lost` is the newest still, from any thread. Raises what attaching raises."""
+        with self._opening:
+            if self.newest is lost:
+                self._next = self._open(time.monotonic() + self.settings.load_timeout_s)
 
     def layer_index(self, prefix: str, **sizes: int) -> int:
         """The index among the model's MoE layers of vLLM's layer `prefix`. Raises CheckpointError for a layer that
@@ -89,16 +108,13 @@ class Attachment:
         compare_geometry(geometry, sizes, self.model.name)
         return geometry.layer_ids.index(number)
 
-    @property
-    def model(self) -> Model:
-        assert self._model is not None
-        return self._model
-
     def moe(self, layer: int, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """The experts' weighted sum for x [num_tokens, hidden_size], any number of tokens; a new tensor like x."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows = Rows(x.contiguous(), topk_ids.int().contiguous(), topk_weights.float().contiguous(), out)
         while True:
+            if self._next is not None:
+                self._take_next()
             try:
                 self._submit(layer, rows)
                 return out
@@ -116,25 +132,45 @@ class Attachment:
             self.model.moe(layer, rows.x, rows.topk_ids, rows.topk_weights, out=rows.out, timeout=timeout)
 
     def _reattach(self, lost: SyshaxError) -> None:
-        """Back to a daemon that holds the same experts; raises DaemonLostError after reconnect_s."""
+        """To a daemon that holds the same experts again; raises DaemonLostError after reconnect_s."""
         wait_s = self.settings.reconnect_s
         deadline = time.monotonic() + wait_s
         logger.warning("%s: waiting up to %g s for it to come back", lost.message, wait_s)
         self._close_session()
-        while True:
-            try:
-                self._open(deadline)
-                break
-            except NOT_YET as error:
-                if time.monotonic() >= deadline:
-                    message = f"syshaxd did not come back with the model within {wait_s:g} s: {error.message}"
-                    logger.error("%s", message)
-                    raise DaemonLostError(message, "SYSHAX_WORKER_RECONNECT_S sets how long a worker waits") from None
-                time.sleep(0.2)
-            except SyshaxError as error:
-                logger.error("syshaxd came back, but not for this worker: %s", error)
-                raise
+        if not self._opening.acquire(timeout=wait_s):
+            raise self._not_back("it is still being attached to")
+        try:
+            while self._next is None:
+                self._next = self._try_to_open(deadline)
+        finally:
+            self._opening.release()
         logger.info("attached to syshaxd again, submitting the lost request again")
+
+    def _try_to_open(self, deadline: float) -> Model | None:
+        try:
+            return self._open(deadline)
+        except NOT_YET as error:
+            if time.monotonic() >= deadline:
+                raise self._not_back(error.message) from None
+        except SyshaxError as error:
+            logger.error("syshaxd came back, but not for this worker: %s", error)
+            raise
+        time.sleep(0.2)
+        return None
+
+    def _not_back(self, why: str) -> DaemonLostError:
+        message = f"syshaxd did not come back with the model within {self.settings.reconnect_s:g} s: {why}"
+        logger.error("%s", message)
+        return DaemonLostError(message, "SYSHAX_WORKER_RECONNECT_S sets how long a worker waits")
+
+    def _take_next(self) -> None:
+        self._close_session()
+        taken = self._next
+        assert taken is not None
+        self.model = taken
+        if self._next is taken:
+            self._next = None
+        self._stage()
 
     def _close_session(self) -> None:
         if self._staging is not None:

@@ -21,7 +21,8 @@ from checkpoints import write_checkpoint
 from syshax import Client
 from syshax.control import Control
 from syshax.errors import CheckpointError, DaemonAbsentError
-from syshax.protocol import LoadRequest, ModelInfo, SessionsAnswer, StatusAnswer
+from syshax.protocol import BOOT_FILE, LoadRequest, ModelInfo, SessionsAnswer, StatusAnswer
+from syshax.sockets import daemon_boot
 from syshaxd import loader
 from syshaxd.config import ComputeConfig
 from syshaxd.core import compiled_core
@@ -230,6 +231,16 @@ def test_a_second_signal_cuts_the_stop_short(real: Process, tmp_path: Path) -> N
     code = real.end(signal.SIGTERM)
     assert (code, time.monotonic() - started < 1) in ((130, True), (0, True)), "0: the layer was ready before"
     assert not list(real.runtime_dir.glob("*.sock"))
+
+
+def test_a_file_says_who_serves_to_those_who_must_not_connect(real: Process) -> None:
+    file = real.runtime_dir / BOOT_FILE
+    while (status := real.control.get("/v1/status", StatusAnswer)).state == "starting":
+        time.sleep(0.005)
+    boot = status.boot_id
+    assert daemon_boot(real.runtime_dir) == boot and file.stat().st_mode & 0o777 == 0o644
+    assert real.end() == 0
+    assert daemon_boot(real.runtime_dir) == "" and not file.exists()
 
 
 def test_systemd_hands_over_sockets(short_dir: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from services import UnixConnection, WorkerServer, wait_until
 
+from syshax.protocol import VIEW_SOCKET
+
 TIMES = re.compile(rb'("(?:created|created_at|completed_at)": ?)[\d.]+')
 MADE_IDS = re.compile(rb'"(?:chatcmpl-tool-|call_|fc_|msg_|rs_|resp_|item_)?[0-9a-f]{16,32}"')
 
@@ -22,11 +24,14 @@ def settled(answer: bytes) -> bytes:
 
 
 class FrontEnd:
-    """`syshax-api` with one worker on a Unix socket."""
+    """`syshax-api` with one worker on a Unix socket, told where the daemon shows its state."""
 
-    def __init__(self, base: Path, worker: WorkerServer) -> None:
+    def __init__(self, base: Path, worker: WorkerServer, runtime_dir: Path) -> None:
         self.worker, self.log = worker, base / "api.log"
-        command = [sys.executable, "-m", "syshaxd.frontend", "--port", "0", "--worker", f"unix:{worker.socket}"]
+        config = base / "api.toml"
+        config.write_text(f'[daemon]\nview_socket = "{runtime_dir / VIEW_SOCKET}"\n')
+        command = [sys.executable, "-m", "syshaxd.frontend", "--config", str(config), "--port", "0"]
+        command += ["--worker", f"unix:{worker.socket}"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stderr=log, stdin=subprocess.DEVNULL)
         wait_until(lambda: "listening on " in self.log.read_text(), 60, "syshax-api listens")

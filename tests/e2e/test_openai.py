@@ -102,7 +102,7 @@ class Stack:
 def stack(daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     base = tmp_path_factory.mktemp("stack")
     worker = WorkerServer(base, MODEL, daemon.runtime_dir, *WORDS)
-    front = FrontEnd(base, worker)
+    front = FrontEnd(base, worker, daemon.runtime_dir)
     try:
         before = front.ready()
         assert before["http"] == 503 and "no worker is ready" in before["reason"], "vLLM needs longer than syshax-api"
@@ -242,6 +242,21 @@ async def test_a_client_that_leaves_before_its_whole_answer_stops_the_generation
         task.cancel()
         await asyncio.sleep(0)
         assert await asyncio.to_thread(stops_within, stack, lambda: None) < 1
+
+
+def test_a_restarted_daemon_is_found_by_a_worker_without_requests(stack: Stack) -> None:
+    """Nobody asks the worker anything: a front-end sends nothing to one whose experts are away."""
+    address = f"unix:{stack.worker.socket}"
+    assert [session.address for session in stack.daemon.sessions().sessions] == [address]
+    assert stack.front.ready()["http"] == 200
+    stack.daemon.stop()
+    wait_until(lambda: stack.front.ready()["http"] == 503, 5, "the front-end sees that the experts are away")
+    assert "its experts are not attached" in stack.front.ready()["workers"][0]["reason"]
+    stack.daemon.start()
+    wait_until(lambda: stack.front.ready()["http"] == 200, 120, "the worker has had its model loaded and is ready")
+    assert [session.address for session in stack.daemon.sessions().sessions] == [address]
+    answer = stack.client().completions.create(model=NAME, prompt="The capital of France is", max_tokens=2)
+    assert answer.choices[0].text
 
 
 def test_a_killed_worker_ends_its_stream_with_an_error_event(stack: Stack) -> None:
