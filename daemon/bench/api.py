@@ -11,19 +11,18 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from syshax.errors import InternalError, InvalidArgumentError
-from syshaxd.bench import api_wire
+from syshaxd.bench import api_wire, processes
 from syshaxd.bench.api_load import percentile
 from syshaxd.bench.targets import TABLE
 from syshaxd.bench.timing import QUIET_CPUS, machine_seconds
@@ -89,26 +88,10 @@ def start(
     stack: ExitStack, cpu: int | None, module: str, *words: str, log: Path | None = None
 ) -> subprocess.Popen[str]:
     """A Python process on one CPU (None: on all that may be used); its standard error goes to `log` or to ours."""
-    with log.open("w") if log else open(os.devnull) as file:  # noqa: PTH123 - a device
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=file if log else None,
-            text=True,
-        )
+    with log.open("w") if log else nullcontext() as file:
+        process = processes.start(stack, module, *words, stderr=file)
     if cpu is not None:
         os.sched_setaffinity(process.pid, {cpu})
-
-    def stop() -> None:
-        process.terminate()
-        try:
-            process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-
-    stack.callback(stop)
     return process
 
 

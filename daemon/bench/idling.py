@@ -17,6 +17,7 @@ import numpy as np
 
 from syshax import Client
 from syshax.errors import InternalError
+from syshaxd.bench import processes
 from syshaxd.bench.spinning import used_seconds
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 64, 96, 4, 2, 2
@@ -47,25 +48,7 @@ def measure(seconds: float) -> dict[str, float]:
 
 def start(stack: ExitStack, module: str, *words: str) -> subprocess.Popen[str]:
     environment = os.environ | {"SYSHAX_CACHE_ENABLED": "false"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *words],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-
-    def stop() -> None:
-        process.terminate()
-        try:
-            process.communicate(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-
-    stack.callback(stop)
-    return process
+    return processes.start(stack, module, *words, stderr=subprocess.DEVNULL, environment=environment)
 
 
 def write_checkpoint(folder: Path) -> None:

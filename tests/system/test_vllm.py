@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,14 @@ body = {"model": "chat", "prompt": "A line of text", "max_tokens": 8, "temperatu
 ask = urllib.request.Request("http://127.0.0.1:8000/v1/completions", json.dumps(body).encode(),
                              {"content-type": "application/json"})
 print(urllib.request.urlopen(ask, timeout=120).read().decode())
+"""
+
+READY = """
+import urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen("http://127.0.0.1:8000/ready", timeout=10).status)
+except urllib.error.HTTPError as error:
+    print(error.code)
 """
 
 
@@ -62,4 +71,18 @@ def test_text_through_all_of_it_and_over_a_restart(serving: Box) -> None:
     assert answer(serving) == first
     serving.run("kill", "-KILL", str(serving.main_pid()))
     assert answer(serving) == first
+    stays_stopped_and_comes_back(serving)
+    assert answer(serving) == first
     assert serving.main_pid(WORKER) == pid and serving.show(WORKER, "NRestarts") == "0"
+
+
+def stays_stopped_and_comes_back(box: Box) -> None:
+    """With a worker that nobody asks anything, longer than the front-end sends it any."""
+    is_ready = lambda: box.run("/usr/bin/python3", "-c", READY).strip() == "200"  # noqa: E731
+    assert is_ready()
+    box.systemctl("stop", "syshaxd.service")
+    time.sleep(40)
+    assert box.show("syshaxd.service", "ActiveState") == "inactive", "the idle worker started it"
+    assert not is_ready()
+    box.systemctl("start", "syshaxd.service")
+    box.wait("the idle worker has attached again", is_ready)
