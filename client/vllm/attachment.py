@@ -196,9 +196,13 @@ def attach(config: VllmConfig) -> Attachment:
         path = checkpoint_directory(model.model, model.revision, config.load_config.download_dir)
         max_tokens = config.scheduler_config.max_num_batched_tokens
         key = (path, settings, max_tokens, model.dtype)
-        existing = _alive()
+        existing = _existing()
         if existing is not None and existing.key == key:
             return existing
+        if existing is not None:
+            existing = None
+            gc.collect()  # an engine that was shut down in this process may hang in a cycle; a second for each layer
+            existing = _existing()
         if existing is not None:
             raise ConfigError(
                 f"this process is attached to syshaxd for {existing.path} already and cannot attach for {path} too",
@@ -223,8 +227,5 @@ def attach(config: VllmConfig) -> Attachment:
     return attachment
 
 
-def _alive() -> Attachment | None:
-    if _current is None or _current() is None:
-        return None
-    gc.collect()  # an engine that was shut down in this process may hang in a cycle
-    return _current()
+def _existing() -> Attachment | None:
+    return _current() if _current is not None else None

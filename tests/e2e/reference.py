@@ -1,13 +1,14 @@
-"""Greedy tokens of transformers in float32, as JSON on stdout: `python reference.py CHECKPOINT PROMPTS NEW_TOKENS`.
+"""Greedy tokens of transformers in float32, as JSON on stdout: `python reference.py PROMPTS NEW_TOKENS CHECKPOINT...`.
 
-A process of its own so that a test's memory does not hold the reference model beside the server. Prints
-{"tokens": [[...], ...], "margin": smallest distance of the two best logits at any step}.
+A process of its own so that a test's memory does not hold the reference models beside the server. Prints a list of
+{"tokens": [[...], ...], "margin": smallest distance of the two best logits at any step}, one for each checkpoint.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,7 +21,7 @@ ALL_PROMPTS = [
 ]
 
 
-def main(path: str, prompts: int, new_tokens: int) -> None:
+def greedy(path: str, prompts: int, new_tokens: int) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokens, margin = [], float("inf")
@@ -40,8 +41,9 @@ def main(path: str, prompts: int, new_tokens: int) -> None:
         tokens.append(made.sequences[0, ids.shape[1] :].tolist())
         best = torch.stack(made.logits).float().topk(2).values
         margin = min(margin, (best[..., 0] - best[..., 1]).min().item())
-    print(json.dumps({"tokens": tokens, "margin": margin}))
+    return {"tokens": tokens, "margin": margin}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    amounts = int(sys.argv[1]), int(sys.argv[2])
+    print(json.dumps([greedy(path, *amounts) for path in sys.argv[3:]]))

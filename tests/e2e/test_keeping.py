@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -105,3 +107,22 @@ def test_an_engine_that_ended_leaves_no_thread(daemon: Daemon, worker: Worker) -
     gc.collect()
     wait_until(lambda: threads() < before, 5, "the thread has ended")
     wait_until(lambda: daemon.status().sessions == 0, 5, "the session has ended")
+
+
+def test_each_further_layer_attaches_at_no_cost(daemon: Daemon, checkpoint: Callable[[str], Path]) -> None:
+    """vLLM asks for the attachment once for each layer, of which models have up to a hundred."""
+    from syshax.vllm.attachment import attach
+
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(model=str(checkpoint("mixtral")), revision=None, dtype=torch.float32),
+        load_config=SimpleNamespace(download_dir=None),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
+        device_config=SimpleNamespace(device_type="cpu"),
+        additional_config={"syshax": {"runtime_dir": str(daemon.runtime_dir)}},
+    )
+    first = attach(config)
+    begin = time.monotonic()
+    assert all(attach(config) is first for _ in range(200))
+    assert time.monotonic() - begin < 2
+    del first
+    gc.collect()
