@@ -1,5 +1,5 @@
 """A lost session is followed by another while no request comes: when it is tried, how often, what is said. Fakes only;
-tests/e2e/test_keeping.py does the same with a real daemon."""
+tests/e2e/test_idle_worker.py does the same with a real daemon."""
 
 from __future__ import annotations
 
