@@ -89,15 +89,16 @@ class Router:
         found = self._candidates(ask.model, ask.priority, ask.key)
         queue = self._metrics.queue(ask.model or "", PRIORITIES[ask.priority])
         if not self.waiting.everywhere.total():
-            loads = [worker.outstanding.total() for worker in found]
-            worker = self._choose(ask, found, loads)
+            worker = self._choose(ask, found)
             if worker is not None and self._reserve(worker):
                 queue.seconds.observe(0.0)
                 return worker
         begun = monotonic()
         queue.waiting.inc()
         try:
-            worker = await self.waiting.wait(ask.model, ask.priority)
+            worker = await self.waiting.wait(
+                ask.model, ask.priority, lambda: self._choose(ask, self._candidates(ask.model, ask.priority))
+            )
         finally:
             queue.waiting.dec()
         queue.seconds.observe(monotonic() - begun)
@@ -186,12 +187,12 @@ class Router:
         worker.outstanding.add(-1)
         return False
 
-    def _choose(self, ask: Ask, found: Sequence[Worker], loads: Sequence[int]) -> Worker | None:
+    def _choose(self, ask: Ask, found: Sequence[Worker]) -> Worker | None:
         """The warmest or else least loaded one of those that may have one more request."""
         free = [
             (load, worker.turn, worker)
-            for worker, load in zip(found, loads, strict=True)
-            if load < self._groups[worker.group].most
+            for worker in found
+            if (load := worker.outstanding.total()) < self._groups[worker.group].most
         ]
         if len(free) < 2:
             return free[0][2] if free else None

@@ -1,7 +1,8 @@
 """Requests that wait for a worker: how many, how long, who is next, and what those hear that may not wait.
 
 Requests of one model and priority wait in one line, first come, first served. Where lines meet at a worker their
-priorities share it by weight (self-clocked fair queueing), so that the higher one goes first and none starves.
+priorities share it by weight (self-clocked fair queueing), so that the higher one goes first and none starves. Whose
+turn it is at a worker gets the best one for it of all that have a place, as if nobody waited.
 
 The processes of one front-end tell each other no more than how many wait (board). A place that becomes free in one
 process goes to its own line with the share that this line has of all, else it is left: the others look every
@@ -57,6 +58,7 @@ class Turns:
 
 @dataclass(eq=False)
 class _Waiter:
+    choose: Callable[[], Worker | None]
     place: asyncio.Future[Worker]
     since: float = field(default_factory=monotonic)
 
@@ -106,12 +108,15 @@ class Waiting:
     def _named(self) -> list[tuple[tuple[str | None, str], _Line]]:
         return [((model, PRIORITIES[priority]), line) for (model, priority), line in self._lines.items()]
 
-    async def wait(self, model: str | None, priority: int) -> Worker:
-        """A worker with a place reserved. `ApiError` 429 when too many wait, or after queue.wait_seconds."""
+    async def wait(self, model: str | None, priority: int, choose: Callable[[], Worker | None]) -> Worker:
+        """A worker with a place reserved. `ApiError` 429 when too many wait, or after queue.wait_seconds.
+
+        `choose`: the best candidate of those that are free when it is this request's turn; None: they all are as good.
+        """
         line = self._line(model, priority)
         if line.everywhere.total() >= self._settings.length:
             raise self._refusal(line, "are in line already")
-        waiter = _Waiter(asyncio.get_running_loop().create_future())
+        waiter = _Waiter(choose, asyncio.get_running_loop().create_future())
         self._enter(line, waiter)
         try:
             async with asyncio.timeout(self._settings.wait_seconds):
@@ -129,15 +134,18 @@ class Waiting:
         return waiter.place.result()
 
     def fill(self, worker: Worker) -> None:
-        """Gives a worker's free places to those who wait for one."""
+        """Serves those who wait, in their order at this worker, until its free places are taken."""
         while self.count and self._free(worker):
             line = self._next(worker)
-            if line is None or not self._reserve(worker):
+            if line is None:
                 return
             waiter = next(iter(line.waiters))
+            chosen = waiter.choose() or worker
+            if not self._reserve(chosen):
+                return
             self._leave(line, waiter)
             self._turns[worker].took(line.priority)
-            waiter.place.set_result(worker)
+            waiter.place.set_result(chosen)
         self._left.pop(worker, None)
 
     def _enter(self, line: _Line, waiter: _Waiter) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syshaxd.frontend.app import App
+from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
-from syshaxd.frontend.routing import mixed, warmest
+from syshaxd.frontend.routing import Ask, Router, mixed, warmest
 from syshaxd.frontend.workers import Worker
 
 RAW = b'{ "temperature":1e-07,"model" : "gpt-4o", "x":"\\u00e9\xc3\xa9",  "x":123456789012345678901234567890 }'
@@ -218,6 +220,76 @@ async def test_most_turns_find_their_worker_and_the_load_stays_even() -> None:
     assert found >= 0.9 and uneven <= 1.65
     found, uneven = await simulated(enabled=False)
     assert found <= 0.4 and uneven <= 1.25
+
+
+def router_of(board: Board, models: str, most: int, affinity: bool) -> tuple[Router, list[Worker]]:
+    """Ready workers, one for each letter of `models`, which is its model. `most`: requests of one worker."""
+    urls = [f"http://127.0.0.1:{port}" for port in range(1, len(models) + 1)]
+    queue = {"requests_per_worker": most, "wait_seconds": 5}
+    settings = {"workers": urls, "affinity": {"enabled": affinity}, "queue": queue}
+    app = App(ApiConfig.model_validate(settings), None, board)
+    for worker, model in zip(app.workers.all, models, strict=True):
+        worker.ready, worker.models = True, {model: {}}
+    return app.router, app.workers.all
+
+
+def asking(router: Router, model: str, number: int) -> Ask:
+    messages = [{"role": "user", "content": f"question {number}"}]
+    raw = json.dumps({"model": model, "messages": messages}).encode()
+    return router.ask("/v1/chat/completions", {"Content-Type": "application/json"}, raw, None)
+
+
+async def picks(steps: list[int], affinity: bool, waits: str) -> list[int]:
+    """Which of three workers for B each step's conversation gets; a negative step ends one that runs. `waits`: where
+    a request for A waits meanwhile."""
+    shared = Board.share(2)
+    router, workers = router_of(shared, "ABBB", 64, affinity)
+    waiting: list[asyncio.Task[Worker]] = []
+    if waits == "here":
+        workers[0].outstanding.add(64)
+        waiting.append(asyncio.create_task(router.take(asking(router, "A", 0))))
+        await asyncio.sleep(0)
+    elif waits == "elsewhere":
+        other = Board(2, 1, shared.descriptor)
+        for name in ("waiting", "waiting normal A"):
+            other.cell(name).add(1)
+    found, running = [], []
+    for step in steps:
+        if step >= 0:
+            running.append(await router.take(asking(router, "B", step)))
+            found.append(workers.index(running[-1]))
+        elif running:
+            router.release(running.pop(-step % len(running)))
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert shared.descriptor is not None
+    os.close(shared.descriptor)
+    return found
+
+
+@given(steps=st.lists(st.integers(-5, 20), max_size=40), affinity=st.booleans())
+def test_who_waits_for_another_model_changes_no_choice(steps: list[int], affinity: bool) -> None:
+    alone = asyncio.run(picks(steps, affinity, "nowhere"))
+    assert asyncio.run(picks(steps, affinity, "here")) == alone
+    assert asyncio.run(picks(steps, affinity, "elsewhere")) == alone
+
+
+@pytest.mark.parametrize("affinity", [True, False])
+async def test_those_who_wait_get_the_best_worker_when_several_are_free_at_once(affinity: bool) -> None:
+    """As when the workers of a model come back together: the first one does not get all."""
+    router, workers = router_of(Board(), "BBBB", 12, affinity)
+    for worker in workers:
+        worker.outstanding.add(12)
+    waiting = [asyncio.create_task(router.take(asking(router, "B", number))) for number in range(12)]
+    await until(lambda: router.waiting.count == 12)
+    for worker in workers:
+        worker.outstanding.set(0)
+    got = [await task for task in waiting]
+    idle, _ = router_of(Board(), "BBBB", 12, affinity)
+    expected = [await idle.take(asking(idle, "B", number)) for number in range(12)]
+    assert [worker.url for worker in got] == [worker.url for worker in expected]
+    assert max(Counter(worker.url for worker in got).values()) <= (5 if affinity else 3)
 
 
 @dataclass

@@ -273,6 +273,10 @@ class Counted:
         self.outstanding, self.pace = board.cell("outstanding"), Pace()
 
 
+def any_worker() -> None:
+    """Where workers are as good as each other."""
+
+
 class Places:
     """Workers of a process that shares its board, with places that the test gives back."""
 
@@ -311,7 +315,7 @@ async def test_processes_share_by_who_waits_where(lines: tuple[int, int]) -> Non
     order: list[int] = []
 
     async def request(at: int) -> None:
-        worker = await both[at].waiting.wait("m", 1)
+        worker = await both[at].waiting.wait("m", 1, any_worker)
         order.append(at)
         worker.outstanding.add(-1)  # the place moves to the first process, as if it had always been its own
         both[0].worker.outstanding.add(1)
@@ -339,7 +343,7 @@ async def test_a_place_that_other_processes_cannot_use_is_taken() -> None:
     here = Places(shared, 1)
     Board(2, 1, shared.descriptor).cell("waiting interactive m").add(1000)
     assert here._reserve(here.worker)
-    task = asyncio.create_task(here.waiting.wait("m", 0))
+    task = asyncio.create_task(here.waiting.wait("m", 0, any_worker))
     await asyncio.sleep(0)
     here.free(here.worker)
     async with asyncio.timeout(2):
@@ -370,7 +374,7 @@ def test_whatever_happens_no_place_is_lost_or_given_twice(steps: list[tuple[str,
         names: dict[asyncio.Task[Any], int] = {}
         for number, (what, which, model) in enumerate(steps):
             if what == "arrive":
-                task = asyncio.create_task(here.waiting.wait(model, which))
+                task = asyncio.create_task(here.waiting.wait(model, which, any_worker))
                 waits[task], names[task] = (which, model), number
             elif what == "leave" and waits:
                 list(waits)[which % len(waits)].cancel()
@@ -416,5 +420,5 @@ async def test_no_candidate_is_told_before_waiting() -> None:
         Queue(wait_seconds=0.05), Board(), none, lambda worker: True, lambda worker: True, lambda worker: None
     )
     with pytest.raises(ApiError, match="nobody"):
-        await waiting.wait("m", 1)
+        await waiting.wait("m", 1, any_worker)
     assert waiting.count == 0
