@@ -143,7 +143,7 @@ class Proxy:
             raise
         finally:
             self.active.discard(exchange)
-            self._hold(exchange, 0)
+            self._let_go(exchange)
             self._account(exchange, status)
             if not self.active and self.on_idle is not None:
                 self.on_idle()
@@ -164,13 +164,18 @@ class Proxy:
                 headers=retry_after(1, self._router.pace(), 1.0),
             )
 
+    def _let_go(self, exchange: Exchange) -> None:
+        """The body is not sent again: its memory goes, even where an error's traceback still holds the exchange."""
+        if exchange.ask is not None:
+            exchange.ask.body.forget()
+        self._hold(exchange, 0)
+
     async def _on_the_clock(self, exchange: Exchange) -> web.StreamResponse:
         first, request = self._timeouts.first_byte_seconds, exchange.request
         comes = request.can_read_body and not request.content.is_eof()
         try:
             async with asyncio.timeout(min(first, self._timeouts.body_seconds) if comes else first) as exchange.clock:
-                self._hold(exchange, request.content_length or 0)
-                body = await read_body(request, self._limits.body)
+                body = await read_body(request, self._limits.body, lambda size: self._hold(exchange, size))
                 exchange.bytes_in = len(body)
                 self._hold(exchange, exchange.bytes_in)
                 if comes:
@@ -230,8 +235,7 @@ class Proxy:
         try:
             answer = await self._send(exchange, worker, self._router.bytes_for(ask, worker))
             begun = await answer.begin(self._timeouts.hold_seconds)
-            ask.body.forget()
-            self._hold(exchange, 0)
+            self._let_go(exchange)
             return await self._pass_on(exchange, answer, HeldHead if begun else web.StreamResponse, series)
         finally:
             self._router.release(worker)

@@ -6,7 +6,7 @@ Nothing here looks into the body; `bodies` does.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import unquote
 
 from aiohttp import web
@@ -31,12 +31,20 @@ HOP_BY_HOP = frozenset(
 _NOT_TO_WORKER = frozenset(name.encode() for name in (*HOP_BY_HOP, "host", "content-length", "expect"))
 OUTSIDE_V1 = frozenset(f"/{name}" for name in ("tokenize", "detokenize", "pooling", "classify", "score", "rerank"))
 """What vLLM offers to clients beside /v1/."""
+_COUNT_BYTES = 1 << 16
+"""A body whose length is not announced is counted each time it has grown by so much."""
 
 
-async def read_body(request: web.BaseRequest, limit: int) -> bytes:
-    """The whole body as sent (still encoded, if it is). `ApiError` 413 over `limit` bytes, 400 when it breaks off."""
-    if (request.content_length or 0) > limit:
+async def read_body(request: web.BaseRequest, limit: int, count: Callable[[int], None]) -> bytes:
+    """The whole body as sent (still encoded, if it is). `ApiError` 413 over `limit` bytes, 400 when it breaks off.
+
+    `count` hears how much memory it takes before that is so, as far as its length is announced, else as it grows; what
+    it raises ends the reading.
+    """
+    counted = request.content_length or 0
+    if counted > limit:
         raise _too_large(limit)
+    count(counted)
     if (coding := request.headers.get("Transfer-Encoding", "chunked")).lower() != "chunked":
         raise ApiError(Kind.BAD_REQUEST, f"The transfer coding {quoted(coding)} is not taken, only chunked.")
     if not request.can_read_body:
@@ -51,6 +59,9 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
             size += len(chunk)
             if size > limit:
                 raise _too_large(limit)
+            if size >= counted + _COUNT_BYTES:
+                count(size)
+                counted = size
             chunks.append(chunk)
             if request.content.at_eof():
                 break

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from front_fixtures import FakeWorker, Front, Setup, error_of, streaming, until, write_keys
+from front_fixtures import FakeWorker, Front, Setup, error_of, silent, streaming, until, write_keys
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -238,6 +238,62 @@ async def test_bodies_have_a_limit_together_until_their_answers_begin(setup: Set
         stream.close()
     await until(lambda: not front.app.proxy.active)
     assert front.app.board.cell("bytes of bodies").total() == 0
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNK = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
+
+
+@pytest.mark.parametrize("end", ["leaves", "too slow", "too large"])
+async def test_a_body_that_is_not_complete_counts_as_it_comes_until_its_request_ends(setup: Setup, end: str) -> None:
+    worker = await setup.worker()
+    slow = {"body_seconds": 1.0 if end == "too slow" else 30}
+    front = await setup.front(worker, limits={"bodies": 1_000_000, "body": 900_000}, timeouts=slow)
+    counted = front.app.board.cell("bytes of bodies")
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    writer.write(HEAD + CHUNK * 20)
+    await until(lambda: 20 * 0x8000 - (1 << 16) <= counted.total() <= 20 * 0x8000)
+    other, sender = await asyncio.open_connection("127.0.0.1", front.port)
+    sender.write(HEAD + CHUNK * 20)
+    async with asyncio.timeout(5):
+        assert b" 429 " in await other.readline(), "in the middle of it, since the two are too large together"
+    sender.close()
+    await until(lambda: len(front.app.proxy.active) == 1)
+    assert counted.total() <= 20 * 0x8000, "what was refused has been given back"
+    if end == "leaves":
+        writer.transport.abort()
+    elif end != "too slow":
+        writer.write(CHUNK * 10)
+    await until(lambda: not front.app.proxy.active)
+    assert counted.total() == 0 and not worker.seen
+    writer.close()
+
+
+async def test_a_body_of_known_length_counts_before_it_comes(setup: Setup) -> None:
+    worker = await setup.worker()
+    front = await setup.front(worker, limits={"bodies": 1_000_000})
+    counted = front.app.board.cell("bytes of bodies")
+    _, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 800000\r\n\r\n" + b"x" * 200_000)
+    await until(lambda: counted.total() > 0)
+    assert counted.total() == 800_000
+    await error_of(await front.chat(x="x" * 300_000), 429, "overloaded")
+    writer.close()
+    await until(lambda: not front.app.proxy.active)
+    assert counted.total() == 0
+
+
+async def test_a_body_is_forgotten_when_its_request_fails(setup: Setup) -> None:
+    """An error that the exchange keeps holds the exchange by its traceback, until the garbage is collected."""
+    worker = await setup.worker()
+    worker.answer = silent
+    front = await setup.front(worker, timeouts={"first_byte_seconds": 0.3})
+    request = asyncio.create_task(front.chat(x="x" * 100_000))
+    await until(lambda: bool(worker.seen))
+    (exchange,) = front.app.proxy.active
+    assert exchange.ask is not None and len(exchange.ask.body.raw) > 100_000
+    await error_of(await request, 504, "worker_timeout")
+    assert exchange.ask.body.raw == b"" and front.app.board.cell("bytes of bodies").total() == 0
 
 
 @given(st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=200))
