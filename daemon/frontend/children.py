@@ -36,7 +36,7 @@ class Child:
         self.row, self.process, self.channel, self.giver = row, process, channel, giver
         self.started = monotonic()
         self.up = False
-        """It takes connections."""
+        """It takes connections, and is told of every change."""
         self.leaving = False
         self.full_until = 0.0
         """It had no descriptor left."""
@@ -48,9 +48,12 @@ class Child:
 
         Raises `SyshaxError`, or `ConnectionError` when it ends instead.
         """
-        self.status = await self.channel.ask("begin", config=config.model_dump(mode="json"), **now())
-        await self.channel.ask("set_workers", wanted=now()["wanted"])  # as they are now
-        await self.channel.ask("take_keys", rows=now()["keys"])
+        told = now()
+        self.status = await self.channel.ask("begin", config=config.model_dump(mode="json"), **told)
+        while told != (latest := now()):  # from here to `up` nothing is awaited: it is told what changes after that
+            told = latest
+            await self.channel.ask("set_workers", wanted=told["wanted"])
+            await self.channel.ask("take_keys", rows=told["keys"])
         self.up = True
 
     async def _hear(self, name: str, **fields: Any) -> None:
@@ -67,8 +70,9 @@ class Child:
 class Children:
     """All of them, by row of the board."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, board: Board, left_waiting: Callable[[], None]) -> None:
+        """`left_waiting` is called whenever a connection must wait: `give_waiting` is due in a moment."""
+        self._board, self._left_waiting = board, left_waiting
         self._alive = board.cell(ALIVE)
         self._connections, self._requests = board.cell(OPEN_CONNECTIONS), board.cell(IN_PROGRESS)
         self.by_row: dict[int, Child] = {}
@@ -76,7 +80,7 @@ class Children:
         """Connections that nobody could be given yet."""
 
     async def start(self, row: int) -> Child:
-        """A new child in that row; it has not begun."""
+        """A new child in that row; it has not begun. `OSError` when the system does not let it start."""
         channel, their_channel = socket.socketpair()
         connections, their_connections = pair()
         assert self._board.descriptor is not None
@@ -87,6 +91,10 @@ class Children:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", "syshaxd.frontend.child", *words, pass_fds=given, env=environment
             )
+        except OSError:
+            channel.close()
+            connections.close()
+            raise
         finally:
             their_channel.close()
             their_connections.close()
@@ -119,6 +127,7 @@ class Children:
         able = [child for child in self.by_row.values() if child.up and not child.leaving and now >= child.full_until]
         if not any(child.giver.give(connection) for child in sorted(able, key=load)):
             self.waiting.append(connection)
+            self._left_waiting()
 
     def _refused(self, child: Child, connection: socket.socket) -> None:
         child.full_until = monotonic() + _FULL_SECONDS

@@ -44,6 +44,7 @@ _HANG_SECONDS = 30.0
 _ANSWER_SECONDS = 10.0
 _EXIT_SECONDS = 5.0
 _FIRST_DELAY, _LONGEST_DELAY, _LIVED_SECONDS = 0.1, 5.0, 10.0
+_START_HINT = "the service's limits: TasksMax=, MemoryMax=, LimitNOFILE= (`systemctl show syshax-api`)"
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -55,12 +56,13 @@ class Supervisor:
         self._keys = key_ring(config)
         self._notifier = Notifier()
         self._board = Board.share(config.processes + 1)
-        self._children = Children(self._board)
+        self._children = Children(self._board, self._pause)
         self._fleet = Fleet(config, self.ask_all)
         self._control = Control(config, self._fleet)
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = self._accepting = False
+        self._again: asyncio.TimerHandle | None = None
         self._told = -_TELL_SECONDS
         self._begun = asyncio.Event()
         self._failed: asyncio.Future[None] | None = None
@@ -69,6 +71,8 @@ class Supervisor:
         """Until a signal; the exit status. Raises `SyshaxError` when it cannot listen or children do not start."""
         handed = [given for _, given in take_handed().sockets]
         self._listeners = handed or listen(self._config)
+        for listener in self._listeners:
+            listener.setblocking(False)
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         stop = Stop(self._kill)
@@ -80,8 +84,6 @@ class Supervisor:
             if self._failed.done():
                 self._failed.result()
             if begun.done():
-                for listener in self._listeners:
-                    listener.setblocking(False)
                 log.info("listening on %s", ", ".join(address_of(listener) for listener in self._listeners))
                 self._accept_again()
                 await self._control.start()
@@ -113,36 +115,51 @@ class Supervisor:
     # ------------------------------------------------------------------ children
 
     async def _keep_up(self, row: int) -> None:
-        """A child in that row, and another when it ends."""
+        """A child in that row, and another when it ends or could not be started."""
         delay = 0.0
         while not self._stopping:
-            child = await self._children.start(row)
-            await self._begin(child)
-            status = await self._children.ended(child)
+            lived = await self._live(row)
             self._accept_again()
             if self._stopping:
                 return
-            if not child.leaving:
-                log.error("process %d %s; another takes its place", child.process.pid, _end_of(status))
-            short = not child.up or monotonic() - child.started < _LIVED_SECONDS
-            delay = min(max(2 * delay, _FIRST_DELAY), _LONGEST_DELAY) if short else 0.0
+            delay = 0.0 if lived >= _LIVED_SECONDS else min(max(2 * delay, _FIRST_DELAY), _LONGEST_DELAY)
             await asyncio.sleep(delay)
 
+    async def _live(self, row: int) -> float:
+        """One child, to its end. For how many seconds it lived; 0 when it did not begin."""
+        try:
+            child = await self._children.start(row)
+        except OSError as error:
+            self._not_begun(InternalError(f"cannot start a process: {error.strerror or error}", _START_HINT))
+            return 0.0
+        await self._begin(child)
+        status = await self._children.ended(child)
+        if not child.leaving and not self._stopping:
+            log.error("process %d %s; another takes its place", child.process.pid, _end_of(status))
+        return monotonic() - child.started if child.up else 0.0
+
     async def _begin(self, child: Child) -> None:
-        assert self._failed is not None
         try:
             await child.begin(self._config, self._now)
         except (SyshaxError, ConnectionError) as error:
             child.kill()
-            if not self._begun.is_set() and not self._stopping and not self._failed.done():
-                told = error if isinstance(error, SyshaxError) else InternalError("a process ended as it started")
-                self._failed.set_exception(told)
+            self._not_begun(error if isinstance(error, SyshaxError) else InternalError("a process ended as it started"))
             return
         if self._stopping:
             child.channel.tell("drain")
         if all(other.up for other in self._children.by_row.values()) and len(self._children.by_row) == self._all:
             self._begun.set()
         self._accept_again()
+
+    def _not_begun(self, error: SyshaxError) -> None:
+        """The service ends with that while it starts itself; once it runs the child is tried again."""
+        assert self._failed is not None
+        if self._stopping:
+            return
+        if self._begun.is_set():
+            log.error("a process that is to take another's place does not start: %s", error)
+        elif not self._failed.done():
+            self._failed.set_exception(error)
 
     def _now(self) -> dict[str, Any]:
         return {"wanted": self._fleet.wanted(), "keys": self._keys.rows() if self._keys is not None else None}
@@ -201,7 +218,10 @@ class Supervisor:
     # --------------------------------------------------------------- connections
 
     def _accept_again(self) -> None:
-        """Gives what waits; accepts more if all of that could be given."""
+        """Gives what waits; accepts more if all of that could be given, else tries again later (`_pause`)."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
         self._children.give_waiting()
         if self._begun.is_set() and not self._stopping and not self._children.waiting and not self._accepting:
             self._accepting = True
@@ -209,11 +229,13 @@ class Supervisor:
                 asyncio.get_running_loop().add_reader(listener, self._accept, listener, _AT_ONCE)
 
     def _pause(self) -> None:
+        """Nothing can be accepted or given; that is tried again in a moment, as often as it takes."""
         if self._accepting:
             self._accepting = False
             for listener in self._listeners:
                 asyncio.get_running_loop().remove_reader(listener)
-        asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._accept_again)
+        if self._again is None:
+            self._again = asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._accept_again)
 
     def _accept(self, listener: socket.socket, most: int) -> None:
         for _ in range(most):
@@ -233,7 +255,6 @@ class Supervisor:
                 return
             self._children.give(connection)
             if self._children.waiting:
-                self._pause()
                 return
 
     # -------------------------------------------------------------------- the end
@@ -260,6 +281,7 @@ class Supervisor:
         for connection in self._children.waiting:
             with suppress(OSError):
                 connection.close()
+        self._children.waiting.clear()
 
 
 def _end_of(status: int) -> str:

@@ -190,7 +190,15 @@ async def test_a_process_without_descriptors_gives_way_and_one_that_is_told_to_e
         poor = server.children()[0]
         allow_descriptors(poor, False)
         assert [await one_request(server) for _ in range(8)] == [(200, EVENT)] * 8
-        allow_descriptors(poor, True)
+        for pid in server.children():
+            allow_descriptors(pid, False)
+        before = len(descriptors(server.process.pid))
+        requests = [asyncio.create_task(one_request(server)) for _ in range(3)]
+        await until(lambda: len(descriptors(server.process.pid)) > before)
+        await asyncio.sleep(0.1)
+        for pid in server.children():
+            allow_descriptors(pid, True)
+        assert await asyncio.gather(*requests) == [(200, EVENT)] * 3, "they waited"
         allow_descriptors(server.process.pid, False)
         request = asyncio.create_task(one_request(server))
         await until(lambda: "cannot accept connections: Too many open files" in server.log)
