@@ -11,8 +11,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -29,6 +30,8 @@ GRACE_SECONDS = 1.0
 """A daemon that restarts with its weights kept is back in this time; requests meanwhile wait in their worker."""
 LOOK_UP_SECONDS = 30.0
 """Between two look-ups of a name, or of whether an address is this machine's, as long as no session has matched."""
+_NAMES = 1024
+"""So many are remembered: sessions name their hosts themselves."""
 _EVERY_ADDRESS = frozenset(("0.0.0.0", "::", "*", ""))
 Message = TypeVar("Message", bound=BaseModel)
 
@@ -58,7 +61,7 @@ class DaemonView:
         """For people."""
         return self.trouble or ("answers" if self.path else "not asked")
 
-    async def watch(self, then: Callable[[], Awaitable[None]]) -> None:
+    async def watch(self, then: Callable[[], None]) -> None:
         """Polls for ever; calls `then` after each."""
         answered = 0.0
         while self.path:
@@ -74,8 +77,8 @@ class DaemonView:
                 if self.sessions is None:
                     log.info("syshaxd is seen at %s: %d sessions", self.path, len(answer.sessions))
                 self.sessions, self.trouble, answered = answer.sessions, "", time.monotonic()
-                await self.names.look_up({_place(session.address)[0] for session in answer.sessions})
-            await then()
+                self.names.look_up({_place(session.address)[0] for session in answer.sessions})
+            then()
             await asyncio.sleep(POLL_SECONDS)
 
     async def get(self, path: str, message: type[Message]) -> Message:
@@ -98,6 +101,7 @@ class DaemonView:
             raise ViewError("its answer broke off") from None
 
     async def close(self) -> None:
+        await self.names.close()
         if self._client is not None:
             await self._client.close()
 
@@ -113,10 +117,9 @@ class Experts:
         self._known = False
         self._good_at = 0.0
 
-    async def look(self, view: DaemonView) -> None:
+    def look(self, view: DaemonView) -> None:
         """Judges by what the view holds now."""
-        if not self._known:
-            await view.names.look_up({self._place[0]}, again=True)
+        view.names.look_up({self._place[0]}, again=not self._known)
         mine = [session for session in view.sessions or () if self._is_mine(view.names, session)]
         self._known = self._known or bool(mine)
         if not self._known:
@@ -167,38 +170,74 @@ def _place(url: str) -> tuple[str, int]:
         return "", 0
 
 
+@dataclass(eq=False)
+class _Name:
+    addresses: frozenset[str] = frozenset()
+    tried: float = -LOOK_UP_SECONDS
+    task: asyncio.Task[None] | None = None
+
+
 class Names:
-    """Addresses of host names, and which of them are this machine's: those that a socket can be bound to."""
+    """Addresses of host names, and which of them are this machine's: those that a socket can be bound to.
+
+    They become known in the background: nobody here waits for a name server.
+    """
 
     def __init__(self) -> None:
         self.local: set[str] = set()
-        self._found: dict[str, frozenset[str]] = {}
-        self._tried: dict[str, float] = {}
+        self._names: dict[str, _Name] = {}
+        """The one that was asked for the longest ago comes first."""
+        self._alone = asyncio.Lock()
+        """One look-up at a time: libuv has two threads for them, and connections to workers need one."""
 
     def addresses(self, host: str) -> frozenset[str]:
-        return self._found.get(host, frozenset())
+        """As far as they are known now."""
+        return self._names[host].addresses if host in self._names else frozenset()
 
-    async def look_up(self, hosts: set[str], again: bool = False) -> None:
-        """Makes them known; `again`: also those that are, from time to time."""
+    def look_up(self, hosts: Iterable[str], again: bool = False) -> None:
+        """Makes them known soon; `again`: also those that are, from time to time."""
         now = time.monotonic()
         for host in hosts:
-            if not host or host.startswith("/") or host in _EVERY_ADDRESS or (host in self._found and not again):
+            if not host or host.startswith("/") or host in _EVERY_ADDRESS:
                 continue
-            if now - self._tried.get(host, -LOOK_UP_SECONDS) < LOOK_UP_SECONDS:
+            name = self._names[host] = self._names.pop(host, None) or _Name()
+            if name.task is not None or (name.addresses and not again) or now - name.tried < LOOK_UP_SECONDS:
                 continue
-            if len(self._tried) >= 1024:  # sessions name their hosts themselves
-                self._tried.clear()
-                self._found.clear()
-            self._tried[host] = now
-            try:
+            name.tried = now
+            try:  # an address needs no name server
+                found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
+            except (OSError, ValueError):
+                name.task = asyncio.create_task(self._ask_for(host, name))
+            else:
+                self._learn(name, found)
+        while len(self._names) > _NAMES:
+            forgotten = self._names.pop(next(iter(self._names)))
+            if forgotten.task is not None:
+                forgotten.task.cancel()
+
+    async def _ask_for(self, host: str, name: _Name) -> None:
+        try:
+            async with self._alone:
                 found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-            except (OSError, UnicodeError):
-                continue
-            self._found[host] = frozenset(str(address[0]) for *_, address in found)
-            self.local |= {str(address[0]) for family, *_, address in found if _is_local(family, address)}
+        except (OSError, ValueError):
+            return
+        finally:
+            name.task = None
+        self._learn(name, found)
+
+    def _learn(self, name: _Name, found: Iterable[tuple[int, int, int, str, tuple[Any, ...]]]) -> None:
+        name.addresses = frozenset(str(address[0]) for *_, address in found)
+        self.local |= {str(address[0]) for family, *_, address in found if _is_local(family, address)}
+
+    async def close(self) -> None:
+        """Ends the look-ups under way."""
+        tasks = [name.task for name in self._names.values() if name.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _is_local(family: int, address: tuple[object, ...]) -> bool:
+def _is_local(family: int, address: tuple[Any, ...]) -> bool:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0, *address[2:]))

@@ -102,9 +102,9 @@ class Worker:
         self._settle()
         self._wake.set()
 
-    async def look_at_experts(self, view: DaemonView) -> None:
+    def look_at_experts(self, view: DaemonView) -> None:
         """What syshaxd says of it counts too."""
-        await self.experts.look(view)
+        self.experts.look(view)
         self._settle()
 
     def _settle(self) -> None:
@@ -192,10 +192,10 @@ class Workers:
         await asyncio.gather(watch, return_exceptions=True)
         await worker.close()
 
-    async def _look_at_experts(self) -> None:
+    def _look_at_experts(self) -> None:
         self._daemon_seen.set(self.view.sessions is not None)
-        for worker in list(self.all):
-            await worker.look_at_experts(self.view)
+        for worker in self.all:
+            worker.look_at_experts(self.view)
 
     async def first_look(self, seconds: float) -> None:
         """Until every worker has been checked once, at most that long."""

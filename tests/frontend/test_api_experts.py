@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -184,9 +185,79 @@ async def test_nobody_is_asked_without_a_socket(setup: Setup, daemon: FakeDaemon
 async def test_whose_session_it_is(url: str, address: str, same: bool) -> None:
     view, mine = DaemonView(""), Experts(url)
     view.sessions = [session(address)]
-    await view.names.look_up({daemon_view._place(address)[0]})
-    await mine.look(view)
+    view.names.look_up({daemon_view._place(address)[0]})
+    mine.look(view)
+    await until(lambda: all(name.task is None for name in view.names._names.values()))
+    mine.look(view)
     assert (mine.state == "attached") == same
+    await view.close()
+
+
+class NameServer:
+    """Answers for names that end in .slow when the test says so, for others at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = asyncio.Event()
+        self.asked: list[str] = []
+        loop = asyncio.get_running_loop()
+        real = loop.getaddrinfo
+
+        async def look_up(host: Any, *args: Any, **more: Any) -> Any:
+            if str(host).endswith(".slow"):
+                self.asked.append(str(host))
+                await self.answers.wait()
+                return await real("127.0.0.1", *args, **more)
+            return await real(host, *args, **more)
+
+        monkeypatch.setattr(loop, "getaddrinfo", look_up)
+
+
+async def test_nobody_waits_for_a_name_server(
+    setup: Setup, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, worker = NameServer(monkeypatch), await setup.worker()
+    daemon.sessions = [session("http://session.slow:8000", 1), session(worker.url, 2)]
+    front = await front_of(setup, daemon, worker, "http://worker.slow:8000")
+    await until(lambda: experts(front) == ["attached", "not known"])
+    asked, before = len(daemon.asked), front.app.workers.all[0].experts._good_at
+    await until(lambda: len(daemon.asked) > asked + 12)
+    assert front.app.workers.all[0].experts._good_at > before + 0.3 and experts(front)[0] == "attached"
+    await daemon.stop()
+    await until(lambda: not front.app.workers.all[0].ready, 1.5)
+    assert "session.slow" in server.asked
+    tasks = [name.task for name in front.app.workers.view.names._names.values() if name.task is not None]
+    assert tasks, "the name server has said nothing yet"
+    await front.app.workers.close()
+    assert all(task.done() for task in tasks)
+
+
+async def test_a_name_is_known_when_the_name_server_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = NameServer(monkeypatch)
+    view, mine = DaemonView(""), Experts("http://worker.slow:8001")
+    view.sessions = [session("http://session.slow:8001")]
+    view.names.look_up(["session.slow"])
+    mine.look(view)
+    assert mine.state == "not known"
+    server.answers.set()
+    await until(lambda: all(name.task is None for name in view.names._names.values()))
+    mine.look(view)
+    assert mine.state == "attached" and sorted(server.asked) == ["session.slow", "worker.slow"], "each was asked once"
+
+
+async def test_sessions_with_many_names_make_no_worker_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for at each poll stays, whatever else sessions name."""
+    NameServer(monkeypatch)
+    view, mine = DaemonView(""), Experts("http://localhost:8001")
+    view.sessions = [session("http://127.0.0.1:8001")]
+    view.names.look_up(["127.0.0.1"])
+    mine.look(view)
+    await until(lambda: bool(view.names.addresses("localhost")))
+    for poll in range(12):
+        view.names.look_up(["127.0.0.1", *(f"host{poll * 100 + number}.slow" for number in range(100))])
+        mine.look(view)
+        assert mine.state == "attached"
+    assert len(view.names._names) == daemon_view._NAMES
+    await view.close()
 
 
 async def test_an_answer_that_is_none_is_told(setup: Setup, daemon: FakeDaemon) -> None:

@@ -250,7 +250,7 @@ async def test_a_body_that_is_not_complete_counts_as_it_comes_until_its_request_
     slow = {"body_seconds": 1.0 if end == "too slow" else 30}
     front = await setup.front(worker, limits={"bodies": 1_000_000, "body": 900_000}, timeouts=slow)
     counted = front.app.board.cell("bytes of bodies")
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    _, writer = await asyncio.open_connection("127.0.0.1", front.port)
     writer.write(HEAD + CHUNK * 20)
     await until(lambda: 20 * 0x8000 - (1 << 16) <= counted.total() <= 20 * 0x8000)
     other, sender = await asyncio.open_connection("127.0.0.1", front.port)
