@@ -59,16 +59,22 @@ class Commands:
         return [self._seen(worker).model_dump() for worker in self._app.workers.all]
 
     async def set_workers(self, wanted: list[dict[str, Any]]) -> None:
-        """Makes the workers those of the list (`fleet.Wanted`); one that it lacks finishes what it has, then goes."""
-        list_ = {row.url: row for row in map(Wanted.model_validate, wanted)}
+        """Makes the workers those of the list (`fleet.Wanted`); one that it lacks finishes what it has, then goes.
+
+        A URL that comes in another group is another worker, also while the one before goes.
+        """
+        new = {(row.url, row.group): row for row in map(Wanted.model_validate, wanted)}
         for worker in list(self._app.workers.all):
-            row = list_.pop(worker.url, None)
-            worker.draining = row is None or row.draining
-            if row is None and worker not in self._leaving:
+            row = new.pop((worker.url, worker.group), None)
+            if row is not None:
+                worker.draining = row.draining
+                if worker.leaving:
+                    self._leaving.pop(worker).cancel()
+                    worker.stay()
+            elif not worker.leaving:
+                worker.leave()
                 self._leaving[worker] = asyncio.create_task(self._leave(worker))
-            elif row is not None and worker in self._leaving:
-                self._leaving.pop(worker).cancel()
-        for row in list_.values():
+        for row in new.values():
             self._app.workers.add(row.url, row.group)
             self._app.workers.all[-1].draining = row.draining
 

@@ -28,7 +28,7 @@ class Wanted(BaseModel):
 
 
 class Seen(BaseModel):
-    """A worker as one process sees it; numbers are those of all."""
+    """A worker as one process sees it; numbers are those of all, of every worker that has had this URL."""
 
     url: str
     group: str
@@ -52,7 +52,7 @@ class Fleet:
     def __init__(self, config: ApiConfig, ask_all: AskAll) -> None:
         self._groups = list(config.worker_groups())
         self._wanted = {wanted.url: wanted for wanted in configured(config)}
-        self._configured = frozenset(self._wanted)
+        self._configured = frozenset((wanted.url, wanted.group) for wanted in self._wanted.values())
         self._ask_all = ask_all
 
     def wanted(self) -> list[dict[str, Any]]:
@@ -93,11 +93,10 @@ class Fleet:
     async def look(self) -> tuple[int, list[WorkerInfo]]:
         """How many processes answered, and all workers: those wanted, then those that are leaving."""
         answers = [[Seen.model_validate(row) for row in rows] for rows in await self._ask_all("workers")]
-        by_url: dict[str, list[Seen]] = {}
+        found: dict[tuple[str, str], list[Seen]] = {(wanted.url, wanted.group): [] for wanted in self._wanted.values()}
         for seen in (seen for rows in answers for seen in rows):
-            by_url.setdefault(seen.url, []).append(seen)
-        order = dict.fromkeys([*self._wanted, *by_url])
-        return len(answers), [self._info(url, by_url.get(url, []), len(answers)) for url in order]
+            found.setdefault((seen.url, seen.group), []).append(seen)
+        return len(answers), [self._info(url, group, rows, len(answers)) for (url, group), rows in found.items()]
 
     def permanent(self, group: str) -> str:
         """The line of the configuration that makes the group's workers what they are now."""
@@ -126,11 +125,11 @@ class Fleet:
             raise NotFoundError(f"there is no worker {url}", f"workers: {', '.join(known[:_FEW]) or 'none'}{more}")
         return found
 
-    def _info(self, url: str, rows: Sequence[Seen], processes: int) -> WorkerInfo:
+    def _info(self, url: str, group: str, rows: Sequence[Seen], processes: int) -> WorkerInfo:
         ready = sum(row.ready for row in rows)
         reason = next((row.reason for row in rows if row.reason), "")
         wanted = self._wanted.get(url)
-        if wanted is None:
+        if wanted is None or wanted.group != group:
             state, reason = "leaving", ""
         elif wanted.draining:
             state, reason = "draining", ""
@@ -141,8 +140,7 @@ class Fleet:
         else:
             state = "not ready"
         if not rows:  # all processes are starting
-            assert wanted is not None
             reason = "no process of the front-end answers now"
-            return WorkerInfo(url=url, group=wanted.group, state="not ready", reason=reason)
+            return WorkerInfo(url=url, group=group, state="not ready", reason=reason)
         shown = rows[0].model_dump(exclude={"ready", "reason"})
-        return WorkerInfo(**shown, state=state, reason=reason, configured=url in self._configured)
+        return WorkerInfo(**shown, state=state, reason=reason, configured=(url, group) in self._configured)

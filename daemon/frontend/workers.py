@@ -46,6 +46,8 @@ class Worker:
         self.ready = False
         self.draining = False
         """It finishes what it has and gets nothing new."""
+        self.leaving = False
+        """Then it is gone. Another worker may have its URL already, and the gauges with it."""
         self.reason = "not checked yet"
         self.models: dict[str, dict[str, Any]] = {}
         """Model id -> its object as the worker lists it; kept while the worker is away."""
@@ -88,9 +90,19 @@ class Worker:
 
     async def close(self) -> None:
         """Its connections end; this process has no opinion of it any more."""
-        self._gauge.forget()
-        self._experts_gauge.forget()
+        if not self.leaving:
+            self._forget()
         await self.upstream.close()
+
+    def leave(self) -> None:
+        """It is wanted no more: it finishes what it has, and this process has no opinion of it any more."""
+        self.draining = self.leaving = True
+        self._forget()
+
+    def stay(self) -> None:
+        """It is wanted again."""
+        self.leaving = False
+        self._show()
 
     def suspect(self) -> None:
         """A request failed on it in a way that does not prove it gone."""
@@ -116,9 +128,17 @@ class Worker:
         elif not reason and not self.ready:
             log.info("worker %s is ready: %s", self.url, ", ".join(self.models))
         self.ready, self.reason = not reason, reason
+        if not self.leaving:
+            self._show()
+
+    def _show(self) -> None:
         self._gauge.set(self.ready)
         if self.experts.state != "not known":
             self._experts_gauge.set(self.experts.state == "attached")
+
+    def _forget(self) -> None:
+        self._gauge.forget()
+        self._experts_gauge.forget()
 
     async def _check(self) -> None:
         try:

@@ -18,10 +18,12 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 from api_program import Api, api
-from front_fixtures import Setup, streaming, until
+from front_fixtures import Setup, running_front, streaming, until
 
 from syshax.errors import InvalidArgumentError, NotFoundError
 from syshaxd.frontend import control
+from syshaxd.frontend.board import Board
+from syshaxd.frontend.commands import Commands
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.control import Control
 from syshaxd.frontend.fleet import Fleet
@@ -137,6 +139,49 @@ async def test_a_removed_worker_ends_its_streams_at_the_limit(setup: Setup) -> N
         assert response.status == 503 and "there is no worker" in (await response.json())["reason"]
         status, out = await ctl("drain", worker.url)
         assert status == 5 and f"there is no worker {worker.url}" in out
+
+
+async def test_a_worker_moved_to_another_group_as_it_finishes_requests_is_there_in_every_process(setup: Setup) -> None:
+    """Two processes, one with a stream on it: the old place goes on leaving, the new one counts at once in both."""
+    worker = await setup.worker()
+    worker.answer = streaming(EVENT, forever=True)
+    url, groups = worker.url, {"a": {"workers": [worker.url]}, "b": {}}
+    board = Board.share(3)
+    rows = [Board(3, row, board.descriptor) for row in (1, 2)]
+    fronts = [await setup.stack.enter_async_context(running_front(board=row, groups=groups)) for row in rows]
+    commands = [Commands(SimpleNamespace(app=front.app), 30.0) for front in fronts]  # type: ignore[arg-type]
+    ready = board.cell(json.dumps(["syshax_api_worker_ready", url]))
+
+    async def ask_all(name: str, **fields: Any) -> list[Any]:
+        return [await process.do(name, **fields) for process in commands]
+
+    def places() -> list[dict[str, bool]]:
+        """Of each process: the groups that have it, and whether it takes requests there."""
+        return [{found.group: found.takes_requests for found in front.app.workers.all} for front in fronts]
+
+    fleet = Fleet(ApiConfig.model_validate({"groups": groups}), ask_all)
+    await until(lambda: places() == [{"a": True}] * 2)
+    stream = await fronts[0].chat(stream=True)
+    await fleet.remove(url)
+    await until(lambda: places() == [{"a": False}, {}])
+    assert (await fleet.add(url, "b")).group == "b"
+    await until(lambda: places() == [{"a": False, "b": True}, {"b": True}])
+    _, shown = await fleet.look()
+    assert [(info.group, info.state, info.configured, info.outstanding) for info in shown] == [
+        ("b", "ready", False, 1),
+        ("a", "leaving", True, 1),
+    ]
+    await fleet.remove(url)
+    await fleet.add(url, "a")
+    await until(lambda: places() == [{"a": True}] * 2 and ready.parts() == [0, 2, 2])
+    await fleet.remove(url)
+    await fleet.add(url, "b")
+    await until(lambda: places() == [{"a": False, "b": True}, {"b": True}] and ready.parts() == [0, 2, 2])
+    stream.close()
+    await until(lambda: places() == [{"b": True}] * 2)
+    assert ready.parts() == [0, 2, 2], "the old one has not taken the new one's opinion with it"
+    worker.answer = streaming(EVENT)
+    assert await (await fronts[0].chat()).read() == EVENT
 
 
 async def wait_for(ctl: Ctl, states: dict[str, str]) -> None:

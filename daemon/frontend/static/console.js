@@ -251,7 +251,7 @@ function receive(kind, value) {
     while (points.length > SECONDS || points[0].at < value.point.at - SECONDS) points.shift();
     showTiles();
     models.show(value.models, (row) => row.name);
-    workers.show(value.workers, (row) => row.url);
+    workers.show(value.workers, (row) => `${row.group} ${row.url}`);
     showDaemon(value.daemon);
     state($("front"), value.ready ? "good" : "bad", value.ready ? "serving" : value.reason);
     document.title = `${number(value.total.generated)} tok/s · syshax`;
