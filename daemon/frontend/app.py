@@ -52,7 +52,7 @@ class App:
         self.workers = Workers(config, self.metrics, board)
         self.router = Router(config, self.workers, self.metrics, board)
         self.proxy = Proxy(config, self.router, self.metrics, board)
-        self.console = Console(self.metrics, self.workers, lambda: self.proxy.draining)
+        self.console = Console(self.metrics, self.workers)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answers one request; every error is an OpenAI error object."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
@@ -73,20 +72,27 @@ def page(path: str, method: str, signed_in: bool) -> web.Response | None:
 class _Watcher:
     """The newest event of each kind that it has not been sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, transport: asyncio.Transport | None) -> None:
         self.pending: dict[str, bytes] = {}
         self.wake = asyncio.Event()
+        self._transport = transport
 
     def tell(self, kind: str, event: bytes) -> None:
         self.pending[kind] = event
         self.wake.set()
 
+    def end(self) -> None:
+        """It finds out that it is over; one that does not read what it was sent never would, and is cut off."""
+        self.wake.set()
+        if self._transport is not None and self._transport.get_write_buffer_size():
+            self._transport.abort()
+
 
 class Console:
     """The watchers and what they are shown."""
 
-    def __init__(self, metrics: Metrics, workers: Workers, draining: Callable[[], bool]) -> None:
-        self._draining = draining
+    def __init__(self, metrics: Metrics, workers: Workers) -> None:
+        self._over = False
         self._history = History(metrics, workers)
         self._watchers: set[_Watcher] = set()
         self._task: asyncio.Task[None] | None = None
@@ -104,14 +110,16 @@ class Console:
         await response.prepare(request)
         if request.method == "HEAD":
             return response
-        watcher = _Watcher()
+        watcher = _Watcher(request.transport)
         watcher.tell("hello", _event("hello", self._history.past()))
         self._watchers.add(watcher)
         if self._task is None:
             self._task = asyncio.create_task(self._sample())
         try:
-            while not self._draining():
+            while True:
                 await watcher.wake.wait()
+                if self._over:
+                    break
                 watcher.wake.clear()
                 events, watcher.pending = watcher.pending, {}
                 await response.write(b"".join(events.values()))
@@ -121,6 +129,12 @@ class Console:
                 self._task.cancel()
                 self._task = None
         return response
+
+    def close(self) -> None:
+        """Ends what all watchers are shown, at once."""
+        self._over = True
+        for watcher in self._watchers:
+            watcher.end()
 
     async def _sample(self) -> None:
         """Until it is cancelled, with the last watcher."""

@@ -49,6 +49,7 @@ class Server:
         proxy = self.app.proxy
         log.info("stopping: %d requests have %g s to finish", len(proxy.active), seconds)
         proxy.draining = True
+        self.app.console.close()
         await asyncio.sleep(0)  # what the kernel has accepted for us
         for site in list(self.runner.sites):
             await site.stop()

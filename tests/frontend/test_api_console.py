@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from fake_daemon import FakeDaemon, session
 from front_fixtures import Front, Setup, error_of, streaming, until, write_keys
 from hypothesis import given
@@ -19,8 +21,10 @@ from hypothesis import strategies as st
 
 from syshaxd.frontend import console, console_daemon, daemon_view
 from syshaxd.frontend.board import Board
+from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.console_data import quantile, take
 from syshaxd.frontend.metrics import Metrics
+from syshaxd.frontend.server import Server
 
 EVENT = b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n'
 PAGES = ["/console", "/console/console.css", "/console/console.js", "/console/charts.js", "/console/icon.svg"]
@@ -197,7 +201,7 @@ async def test_it_ends_when_the_front_end_drains(setup: Setup) -> None:
     front = await setup.front(await setup.worker())
     async with watching(front) as events:
         await events.next("sample")
-        front.app.proxy.draining = True
+        front.app.console.close()
         async with asyncio.timeout(2):
             await events.response.content.read()
 
@@ -241,3 +245,28 @@ def test_percentiles_lie_in_the_bucket_of_the_true_one(values: list[float], part
 
 def test_no_observation_has_no_percentile() -> None:
     assert quantile(0.5, (1.0,), [0.0, 0.0]) is None
+
+
+async def test_a_watcher_that_stopped_reading_does_not_hold_up_the_end() -> None:
+    """Nor does one that reads; both have connections of their own."""
+    config = ApiConfig.model_validate({"workers": [], "timeouts": {"drain_seconds": 30}})
+    server = Server(config, None, Board())
+    await server.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    site = web.SockSite(server.runner, listener)
+    await site.start()
+    reading = await asyncio.open_connection(*listener.getsockname())
+    silent = await asyncio.open_connection(*listener.getsockname(), limit=1 << 10)
+    for _, writer in (reading, silent):
+        writer.write(b"GET /console/events HTTP/1.1\r\nHost: h\r\n\r\n")
+    await asyncio.gather(*(reader.readuntil(b"event: sample") for reader, _ in (reading, silent)))
+    rest = asyncio.create_task(reading[0].read())
+    server.app.console._publish("sample", "x" * (16 << 20))
+    transports = [handler.transport for handler in server.runner.server.connections]  # type: ignore[union-attr]
+    await until(lambda: sorted(transport.get_write_buffer_size() > 0 for transport in transports) == [False, True])
+    async with asyncio.timeout(5):
+        await server.drain()
+        assert (await rest).endswith(b"\r\n0\r\n\r\n")
+    for _, writer in (reading, silent):
+        writer.close()
+    await server.close()
