@@ -21,6 +21,7 @@ from syshaxd.control.connections import take_any_target
 from syshaxd.frontend.app import App
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.errors import ApiError, Kind
+from syshaxd.frontend.silence import Patience
 
 log = logging.getLogger("syshax.api")
 OPEN_CONNECTIONS = "connections"
@@ -31,6 +32,9 @@ _LOOKS_PER_LIMIT = 8
 _WRITE_BYTES = 1 << 18
 """What waits for a client before its worker is held up. asyncio's 64 KiB are less than a read: the two would take
 turns."""
+_PATIENCE = Patience(idle=30, every=15, probes=4)
+"""A client that waits for an answer and whose host has vanished counts as gone after 90 s. One that is there and reads
+nothing has timeouts.idle_seconds."""
 _STATUS_LINES = {408: "408 Request Timeout", 429: "429 Too Many Requests"}
 
 
@@ -46,6 +50,7 @@ class Connection(web.RequestHandler):
         super().connection_made(transport)
         if self.transport is not None:  # it was not refused
             self.transport.set_write_buffer_limits(high=_WRITE_BYTES)
+            _PATIENCE.hold_for(self.transport)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

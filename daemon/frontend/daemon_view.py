@@ -200,7 +200,7 @@ class Names:
         for host in hosts:
             if not host or host.startswith("/") or host in _EVERY_ADDRESS:
                 continue
-            name = self._names[host] = self._names.pop(host, None) or _Name()
+            name = self._names[host] = self._names.pop(host) if host in self._names else _Name()
             if name.task is not None or (name.addresses and not again) or now - name.tried < LOOK_UP_SECONDS:
                 continue
             name.tried = now

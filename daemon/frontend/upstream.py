@@ -20,9 +20,12 @@ import httptools
 from multidict import CIMultiDict
 
 from syshaxd.frontend.request import HOP_BY_HOP
+from syshaxd.frontend.silence import Patience
 
 _KEEPALIVE_SECONDS = 4.0
 """Below uvicorn's 5 s, so that a connection is rarely taken from the pool as the worker closes it."""
+_PATIENCE = Patience(idle=10, every=5, probes=3, unread=25)
+"""A worker whose host has vanished fails within 25 s, whether a request waits for its answer or is on its way to it."""
 _HELD_BYTES = 1 << 16
 """So much of an answer waits here for a sink, and a read more."""
 _APART_BYTES = 1 << 14
@@ -157,6 +160,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        _PATIENCE.hold_for(transport)
 
     def send(self, head: bytes, body: bytes, empty: bool) -> Answer:
         """The request leaves; the answer is what comes next on this connection."""

@@ -36,6 +36,9 @@ class Wire:
         assert self.paused
         self.paused = False
 
+    def get_extra_info(self, name: str) -> None:
+        """It has no socket."""
+
     def is_closing(self) -> bool:
         return self.closed
 
