@@ -17,7 +17,7 @@ from syshaxd.frontend import metrics as metrics_module
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
 from syshaxd.frontend.console import EVENTS, Console, page
-from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
+from syshaxd.frontend.errors import SERVER, ApiError, Kind, internal, quoted
 from syshaxd.frontend.keys import Key, KeyRing
 from syshaxd.frontend.metrics import Metrics
 from syshaxd.frontend.openapi import describe
@@ -64,10 +64,10 @@ class App:
             raise
         except Exception:
             log.exception("%s %s failed", request.method, request.raw_path)
-            response = ApiError(Kind.INTERNAL, "An internal error of syshax-api; its log has the details.").response()
+            response = internal().response()
         if not response.prepared:
             response.headers["Server"] = SERVER
-            if self.proxy.draining:
+            if self.proxy.draining or request.method == "CONNECT":  # what follows is meant for a tunnel
                 response.force_close()
         return response
 
@@ -90,8 +90,8 @@ class App:
                 raise ApiError(Kind.NO_ROUTE, f"There is no {request.method} {quoted(path)}.")
             methods = MODEL_ROUTE if path.startswith("/v1/models/") else ANY_ROUTE
         handler = methods.get("GET" if request.method == "HEAD" else request.method) or methods.get("*")
-        if handler is None:
-            allowed = ", ".join(methods)
+        if handler is None or request.method == "CONNECT":
+            allowed = ", ".join(USUAL_METHODS if "*" in methods else methods)
             raise ApiError(
                 Kind.METHOD, f"{quoted(path)} takes {allowed}, not {request.method}.", headers=(("Allow", allowed),)
             )
@@ -182,4 +182,6 @@ PAGES: dict[str, dict[str, Handler]] = {EVENTS: {"GET": App.console_events}}
 MODEL_ROUTE: dict[str, Handler] = {"GET": App.model}
 """/v1/models/NAME."""
 ANY_ROUTE: dict[str, Handler] = {"*": App.forward}
-"""Any other path under /v1/."""
+"""Any other path under /v1/, with any method but CONNECT, which makes a tunnel of the connection."""
+USUAL_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+"""Those that CONNECT is told to be allowed there."""

@@ -20,7 +20,7 @@ from aiohttp import web
 from syshaxd.control.connections import take_any_target
 from syshaxd.frontend.app import App
 from syshaxd.frontend.config import ApiConfig
-from syshaxd.frontend.errors import ApiError, Kind
+from syshaxd.frontend.errors import ApiError, Kind, internal
 from syshaxd.frontend.silence import Patience
 
 log = logging.getLogger("syshax.api")
@@ -70,7 +70,7 @@ class Connection(web.RequestHandler):
             raise ConnectionError("the client is gone, or an answer has begun")
         if status >= 500:
             log.error("answering failed", exc_info=exc)
-            error = ApiError(Kind.INTERNAL, "An internal error of syshax-api; its log has the details.")
+            error = internal()
         else:
             # Its further lines show what was sent, which may be a key.
             fault = (message or str(exc)).strip().splitlines()[0].rstrip(":.")

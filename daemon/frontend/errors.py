@@ -69,6 +69,11 @@ class ApiError(Exception):
         return response
 
 
+def internal() -> ApiError:
+    """For what should not happen; whoever makes it has logged what did."""
+    return ApiError(Kind.INTERNAL, "An internal error of syshax-api; its log has the details.")
+
+
 def quoted(text: str, limit: int = 128) -> str:
     """A client's text for logs and messages: one line, printable, not longer than `limit`."""
     short = text if len(text) <= limit else f"{text[:limit]}…"

@@ -20,7 +20,7 @@ from aiohttp import web
 from syshaxd.frontend import trace
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.config import ApiConfig
-from syshaxd.frontend.errors import SERVER, ApiError, Kind, quoted
+from syshaxd.frontend.errors import SERVER, ApiError, Kind, internal, quoted
 from syshaxd.frontend.keys import Key
 from syshaxd.frontend.metrics import Metrics, Series
 from syshaxd.frontend.pace import retry_after
@@ -141,6 +141,16 @@ class Proxy:
             status = error.kind.status
             error.headers += ((REQUEST_ID, request_id),)
             raise
+        except ConnectionError:
+            raise
+        except Exception:
+            status = Kind.INTERNAL.status
+            exchange.notes.append("an internal error")
+            if exchange.relay is None or not request.writer.output_size:
+                raise
+            log.exception("%s %s failed within its answer", request.method, quoted(path))
+            await exchange.relay.break_off(internal().event())
+            return exchange.relay.response
         finally:
             self.active.discard(exchange)
             self._let_go(exchange)

@@ -13,6 +13,8 @@ import pytest
 from aiohttp import web
 from front_fixtures import FakeWorker, Setup, cut_after, error_of, silent, streaming, until
 
+from syshaxd.frontend.relay import Relay
+
 EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 
 
@@ -438,3 +440,36 @@ async def test_no_descriptor_stays_open(setup: Setup) -> None:
             task.cancel()
         await until(lambda: not front.app.proxy.active)
     await until(lambda: open_files() <= before + 4)
+
+
+async def test_an_internal_error_counts_as_what_the_client_gets(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before an answer has begun, and within a stream, which ends with an error event."""
+    worker = await setup.worker()
+    worker.answer = streaming(EVENT)
+    front = await setup.front(worker)
+    caplog.set_level("INFO", "syshax.api")
+
+    def fault(*_: object) -> bytes:
+        raise RuntimeError("a fault of ours")
+
+    async def run(relay: Relay) -> None:
+        await relay.response.prepare(relay._request)
+        await relay.response.write(EVENT)
+        fault()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(front.app.router, "bytes_for", fault)
+        await error_of(await front.chat(), 500, "internal_error")
+    monkeypatch.setattr(Relay, "run", run)
+    async with await front.chat(stream=True) as response:
+        body = await response.read()
+    assert body.startswith(EVENT + b"data: ")
+    assert json.loads(body.removeprefix(EVENT + b"data: "))["error"]["code"] == "internal_error"
+    await until(lambda: not front.app.proxy.active)
+    labels = {"model_name": "m", "worker": worker.url, "priority": "normal", "status": "500"}
+    assert front.metric("syshax_api_requests_total", **labels) == 2
+    assert front.metric("syshax_api_client_disconnects_total") == 0
+    told = [record for record in caplog.records if record.msg == "request"]
+    assert [(record.status, record.note) for record in told] == [(500, "an internal error")] * 2  # type: ignore[attr-defined]

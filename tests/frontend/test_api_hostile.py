@@ -88,6 +88,20 @@ async def test_nothing_but_the_offered_paths_reaches_a_worker(setup: Setup, path
     assert not worker.seen
 
 
+@pytest.mark.parametrize("target", ["/v1/x", "/v1/chat/completions", "/health"])
+async def test_nobody_makes_a_tunnel_to_a_worker(setup: Setup, target: str) -> None:
+    worker = await setup.worker()
+    front = await setup.front(worker)
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    writer.write(f"CONNECT {target} HTTP/1.1\r\nHost: h\r\n\r\n".encode() + SMUGGLED)
+    async with asyncio.timeout(5):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 405 ") and b"\r\nAllow: " in head and b"*" not in head
+    assert json.loads(body)["error"]["code"] == "method_not_allowed", "one answer, and the end"
+    assert not worker.seen
+
+
 @pytest.mark.parametrize("target", ["/v1/models", "/nope", "/health", "/v1/models/m"])
 async def test_a_body_that_nobody_reads_is_not_the_next_request(setup: Setup, target: str) -> None:
     worker = await setup.worker()
