@@ -73,11 +73,20 @@ class Child:
         assert self._commands is not None
         return await self._commands.do(name, **fields)
 
-    async def _begin(self, config: dict[str, Any], wanted: list[dict[str, Any]], keys: dict[str, Any] | None) -> str:
+    async def _begin(
+        self,
+        config: dict[str, Any],
+        wanted: list[dict[str, Any]],
+        keys: dict[str, Any] | None,
+        past: dict[str, Any],
+    ) -> str:
         """The readiness, once workers have been looked at."""
         settings = ApiConfig.model_validate(config)
         set_up_logging(LoggingConfig(level=settings.logging.level, format=settings.logging.format), "syshax-api")
-        self._server = Server(settings, key_ring(settings, keys), self._board)
+        ring = key_ring(settings, keys)
+        self._server = Server(settings, ring, self._board)
+        if ring is not None:
+            ring.recall(past)
         self._commands = Commands(self._server, settings.timeouts.drain_seconds)
         await self._server.start()
         self._server.app.workers.start()

@@ -43,13 +43,13 @@ class Child:
         self.status = ""
         self.serving = asyncio.create_task(channel.serve(self._hear))
 
-    async def begin(self, config: ApiConfig, now: Callable[[], dict[str, Any]]) -> None:
-        """Until it takes connections. `now`: what may differ from the configuration.
+    async def begin(self, config: ApiConfig, now: Callable[[], dict[str, Any]], past: dict[str, Any]) -> None:
+        """Until it takes connections. `now`: what may differ from the configuration; `past`: `KeyRing.past`.
 
         Raises `SyshaxError`, or `ConnectionError` when it ends instead.
         """
         told = now()
-        self.status = await self.channel.ask("begin", config=config.model_dump(mode="json"), **told)
+        self.status = await self.channel.ask("begin", config=config.model_dump(mode="json"), past=past, **told)
         while told != (latest := now()):  # from here to `up` nothing is awaited: it is told what changes after that
             told = latest
             await self.channel.ask("set_workers", wanted=told["wanted"])

@@ -4,7 +4,8 @@ A key is 256 random bits, so a plain SHA-256 of it can be kept: there is nothing
 with this process's own secret and then compared in constant time, so that neither step tells a caller how near he was.
 
 A key's requests are counted on the board, where all processes see them. Each process notes the sum once a second, and
-what was counted since the note of a minute ago is the last minute's: never more than the limit in any 60 seconds.
+what was counted since the note of a minute ago is the last minute's: never more than the limit in any 60 seconds. A
+process that begins later gets the supervisor's notes.
 """
 
 from __future__ import annotations
@@ -62,6 +63,18 @@ class Window:
         self._tick = int(now)
         for _ in range(min(missed, _WINDOW_SECONDS + 1)):
             self._notes.append(self._counter.total())
+
+    def past(self) -> tuple[int, list[int]]:
+        """For the `recall` of another process's window."""
+        return self._tick, list(self._notes)
+
+    def recall(self, tick: int, notes: list[int], now: float) -> None:
+        """Goes on from another's past; what has been counted since then counts as of now."""
+        missed = min(int(now) - 1 - tick, _WINDOW_SECONDS)
+        self._notes.clear()
+        self._notes.extend(notes + [notes[-1]] * missed)
+        self._tick = max(tick, int(now) - 1)
+        self.note(now)
 
     def admit(self, limit: int) -> int:
         """0 when one more request is within the limit (it is counted then), else seconds until one will be."""
@@ -141,6 +154,17 @@ class KeyRing:
         self._build()
         self._tick()
 
+    def past(self) -> dict[str, Any]:
+        """The last minute, by hash, for the `recall` of another process's ring; made for JSON."""
+        return {key.digest.hex(): key.window.past() for key in self._keys.values() if key.requests_per_minute}
+
+    def recall(self, past: Mapping[str, Any]) -> None:
+        """After `count_on`: rates count what came before this process too."""
+        now = monotonic()
+        for digest, (tick, notes) in past.items():
+            if (window := self._windows.get(bytes.fromhex(digest))) is not None:
+                window.recall(tick, notes, now)
+
     def find(self, authorization: str | None) -> Key | None:
         """The key that an Authorization header carries as a bearer token."""
         scheme, _, text = (authorization or "").partition(" ")
@@ -161,6 +185,7 @@ class KeyRing:
         digest = bytes.fromhex(row.sha256)
         if digest not in self._windows:
             self._windows[digest] = Window(self._board.counter(f"requests of key {row.sha256}"))
+            self._windows[digest].note(monotonic())
         models = None if row.models is None else frozenset(row.models)
         priority = PRIORITIES.index(row.priority)
         return Key(name, digest, models, row.requests_per_minute, priority, self._windows[digest])

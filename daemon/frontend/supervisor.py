@@ -75,6 +75,8 @@ class Supervisor:
             listener.setblocking(False)
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
+        if self._keys is not None:
+            self._keys.count_on(self._board)
         stop = Stop(self._kill)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._keep(reload_and_tell(self._reload)))
         rows = [self._keep(self._keep_up(row)) for row in range(1, self._board.rows)]
@@ -140,7 +142,7 @@ class Supervisor:
 
     async def _begin(self, child: Child) -> None:
         try:
-            await child.begin(self._config, self._now)
+            await child.begin(self._config, self._now, self._keys.past() if self._keys is not None else {})
         except (SyshaxError, ConnectionError) as error:
             child.kill()
             self._not_begun(error if isinstance(error, SyshaxError) else InternalError("a process ended as it started"))

@@ -12,25 +12,31 @@ from hypothesis import strategies as st
 from syshaxd.frontend.board import Board
 from syshaxd.frontend.keys import Window
 
-moments = st.lists(st.tuples(st.floats(0, 1.5), st.integers(0, 1)), min_size=1, max_size=80)
+moments = st.lists(st.tuples(st.floats(0, 1.5), st.integers(0, 2)), min_size=1, max_size=80)
+"""Seconds to pass, then a request of process 0 or 1; 2: one of a process that takes 1's place."""
 
 
 @given(gaps=moments, limit=st.integers(1, 8), scale=st.sampled_from([0.1, 1.0, 10.0]))
 def test_never_more_in_any_minute(gaps: list[tuple[float, int]], limit: int, scale: float) -> None:
     """The reference counts the admitted requests of the last 60 s, one by one; notes by the second admit no more."""
     shared = Board.share(2)
-    windows = [Window(board.counter("k")) for board in (shared, Board(2, 1, shared.descriptor))]
+    second = Board(2, 1, shared.descriptor)
+    windows = [Window(board.counter("k")) for board in (shared, second)]
     now, ticked = 1000.5, 1000
     for window in windows:
         window.note(now)
     admitted: list[float] = []
     promised = 0.0
     for gap, process in gaps:
+        past = windows[0].past()  # the new process learns it late
         now += gap * scale
         while ticked < int(now):
             ticked += 1
             for window in windows:
                 window.note(float(ticked))
+        if process == 2:
+            process, windows[1] = 1, Window(second.counter("k"))
+            windows[1].recall(*past, now)
         wait = windows[process].admit(limit)
         recent = [moment for moment in admitted if now - moment < 60]
         if wait == 0:

@@ -44,6 +44,9 @@ async def test_rates_hold_over_processes_and_the_credential_is_the_file(setup: S
         statuses = await asyncio.gather(*(status(server, "slow") for _ in range(10)))
         assert sorted(statuses) == [200] * 2 + [429] * 8
         assert [await status(server, key) for key in ("new", "new", "free", "free")] == [200, 200, 401, 401]
+        os.kill(server.children()[0], signal.SIGKILL)
+        await until(lambda: server.log.count(" is ready: ") == 3, 15)
+        assert [await status(server, "slow") for _ in range(4)] == [429] * 4, "the new process knows the last minute"
 
 
 async def test_a_workers_places_are_shared_and_everybody_gets_one(setup: Setup, tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ async def test_what_changes_while_a_child_begins_reaches_it(tmp_path: Path) -> N
 
     play = Played(begin=add, take_keys=remove_and_revoke)
     child = await play.start(keeper, 1)
-    await child.begin(CONFIG, keeper._now)
+    await child.begin(CONFIG, keeper._now, {})
     assert child.up and [row["url"] for row in play.told["wanted"]] == [FIRST, THIRD]
     assert play.told["rows"] == keeper._keys.rows() and len(play.told["rows"]) == 1
     await keeper._fleet.remove(THIRD)
