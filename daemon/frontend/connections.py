@@ -16,6 +16,7 @@ from contextlib import suppress
 from time import monotonic
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError, _ErrInfo
 
 from syshaxd.control.connections import take_any_target
 from syshaxd.frontend.app import App
@@ -54,10 +55,22 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if len(self._messages) == 1 and isinstance(self._messages[0][0], _ErrInfo):
+            self._end_body(self._messages[0][0].message)
         if self._messages or self._request_in_progress:
             self.begun = 0.0
         elif not self.begun and data:
             self.begun = monotonic()
+
+    def _end_body(self, message: str) -> None:
+        """What came is malformed. If it is the body that a request waits for, that request hears of it and is the last
+        one; aiohttp keeps it waiting."""
+        request = self._current_request
+        if request is not None and not request.content.is_eof():
+            self._messages.clear()
+            request.content.set_exception(RequestPayloadError(_fault(message)))
+            request.content.feed_eof()
+            self.close()
 
     def handle_error(
         self,
@@ -72,8 +85,7 @@ class Connection(web.RequestHandler):
             log.error("answering failed", exc_info=exc)
             error = internal()
         else:
-            # Its further lines show what was sent, which may be a key.
-            fault = (message or str(exc)).strip().splitlines()[0].rstrip(":.")
+            fault = _fault(message or str(exc))
             log.debug("malformed HTTP from %s: %s", request.remote, fault)
             error = ApiError(Kind.BAD_REQUEST, f"This is not valid HTTP: {fault}.")
         response = error.response()
@@ -165,6 +177,11 @@ class Connections(web.Server):
         self._looking = bool(self.connections)
         if self._looking:
             self._look_later()
+
+
+def _fault(message: str) -> str:
+    """Its first line: further ones show what was sent, which may be a key."""
+    return message.strip().splitlines()[0].rstrip(":.")
 
 
 def _address(transport: asyncio.BaseTransport) -> str:

@@ -47,15 +47,15 @@ async def read_body(request: web.BaseRequest, limit: int, count: Callable[[int],
     count(counted)
     if (coding := request.headers.get("Transfer-Encoding", "chunked")).lower() != "chunked":
         raise ApiError(Kind.BAD_REQUEST, f"The transfer coding {quoted(coding)} is not taken, only chunked.")
-    if not request.can_read_body:
-        return b""
-    if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
+    content = request.content
+    expects = request.headers.get("Expect", "").lower() == "100-continue" and request.version >= HttpVersion11
+    if expects and not content.at_eof():
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
     chunks: list[bytes] = []
     size = 0
     try:
-        while chunk := await request.content.readany():
+        while not content.at_eof() and (chunk := await content.readany()):
             size += len(chunk)
             if size > limit:
                 raise _too_large(limit)
@@ -63,8 +63,8 @@ async def read_body(request: web.BaseRequest, limit: int, count: Callable[[int],
                 count(size)
                 counted = size
             chunks.append(chunk)
-            if request.content.at_eof():
-                break
+        if (broken := content.exception()) is not None:  # `connections` ends a malformed body so
+            raise broken
     except RequestPayloadError as error:
         raise ApiError(Kind.BAD_REQUEST, f"The request's body is broken: {error}") from None
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)

@@ -76,6 +76,29 @@ async def test_a_message_with_two_readings_is_refused_and_nothing_passes(setup: 
     assert not worker.seen
 
 
+@pytest.mark.parametrize("good", [0, 1, 0x20000])
+@pytest.mark.parametrize("bad", [b"z\r\n", b"d\r\n" + BODY + b"x\r\n", b"-1\r\n"])
+async def test_a_body_that_goes_wrong_in_the_middle_is_refused_at_once(
+    setup: Setup, good: int, bad: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After so many good bytes, which alone may be a valid request; nothing of it passes."""
+    worker = await setup.worker()
+    front = await setup.front(worker)
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
+    writer.write(CHUNKED + (b"%x\r\n" % good + b" " * good + b"\r\n" if good else b""))
+    await until(lambda: bool(front.app.proxy.active))
+    await until(lambda: good < 1 << 16 or front.app.board.cell("bytes of bodies").total() > 0)
+    writer.write(bad + SMUGGLED)
+    async with asyncio.timeout(5):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith(b"HTTP/1.1 400 ") and b"HTTP/1.1" not in body
+    assert json.loads(body)["error"]["message"].startswith("The request's body is broken: ")
+    await until(lambda: not front.app.proxy.active)
+    assert front.app.board.cell("bytes of bodies").total() == 0 and not worker.seen
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 CLIMBING = ["/v1/..\\metrics", "/v1/..%2fmetrics", "/v1/..%5cmetrics", "/v1/%2e%2e/metrics", "/v1/a/%252e%252e/metrics"]
 
 
