@@ -29,6 +29,7 @@
 #include "base/error.h"
 #include "base/spin.h"
 #include "session.h"
+#include "threads/pinning.h"
 #include "threads/run_delay.h"
 
 namespace syshax {
@@ -36,6 +37,7 @@ namespace {
 
 constexpr uint64_t kSliceNs = 1500000;        // and the kernel calls in progress then end: 2 ms
 constexpr uint64_t kAloneSliceNs = 10000000;  // with one session only commands wait
+constexpr uint32_t kRefusedATurn = 8;  // of a session's requests that cannot be queued: nobody is charged for these
 constexpr uint64_t kBeatNs = 1000000;  // heartbeats are written at most this often: the line is shared with the client
 
 void check_class(Priority priority, uint32_t share) {
@@ -145,7 +147,7 @@ struct Dispatcher::Impl {
     if (beat) last_beat_ns = now;
     for (auto& session : sessions) {
       if (session->ended()) continue;
-      if (uint32_t refused = session->look(now)) failed.fetch_add(refused, std::memory_order_relaxed);
+      if (uint32_t refused = session->look(now, kRefusedATurn)) failed.fetch_add(refused, std::memory_order_relaxed);
       if (beat) session->ring().set_heartbeat(now);
     }
     return now;
@@ -213,7 +215,7 @@ struct Dispatcher::Impl {
 
   bool open_job(Session& leader, uint64_t now) noexcept {
     const Step step = *leader.next_step();
-    if (!leader.open_job(now)) {
+    if (!leader.open_job(shares, now)) {
       failed.fetch_add(1, std::memory_order_relaxed);
       return false;
     }
@@ -226,7 +228,7 @@ struct Dispatcher::Impl {
       if (leader.members() == kBatchSessions) break;
       if (other.account().blocked_ns(now) != 0) continue;
       other.walk().met();
-      if (!leader.join(other, now)) failed.fetch_add(1, std::memory_order_relaxed);
+      if (!leader.join(other, shares, monotonic_ns())) failed.fetch_add(1, std::memory_order_relaxed);
     }
     return true;
   }
@@ -292,7 +294,7 @@ struct Dispatcher::Impl {
     refuse_all(SYSHAX_RING_SHUTTING_DOWN);
     for (auto& session : sessions) abandon_job(*session, SYSHAX_RING_SHUTTING_DOWN);
     for (auto& session : sessions) {
-      failed.fetch_add(session->answer_queued() + session->look(monotonic_ns()), std::memory_order_relaxed);
+      failed.fetch_add(session->answer_queued() + session->look(monotonic_ns(), UINT32_MAX), std::memory_order_relaxed);
     }
     std::lock_guard<std::mutex> lock(mutex);
     running = false;
@@ -365,14 +367,11 @@ void Dispatcher::start() {
   lock.unlock();
   pthread_setname_np(impl_->thread.native_handle(), "syshax-dispatch");
   if (impl_->cpus.empty()) return;
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  for (int cpu : impl_->cpus) CPU_SET(cpu, &set);
-  int error = pthread_setaffinity_np(impl_->thread.native_handle(), sizeof(set), &set);
-  if (error == 0) return;
+  std::string problem;
+  impl_->command([&] { problem = pin_this_thread(impl_->cpus); });
+  if (problem.empty()) return;
   stop();
-  throw CoreError("hardware", std::string("pinning the dispatcher's thread: ") + std::strerror(error),
-                  "name CPUs inside the allowed set");
+  throw CoreError("hardware", "pinning the dispatcher's thread: " + problem, kPinningHint);
 }
 
 void Dispatcher::stop() {

@@ -12,6 +12,8 @@
 namespace syshax {
 namespace {
 
+// Ids of one request: they are copied and checked in one go, which is to take no longer than a slice.
+constexpr uint64_t kMaxRouting = uint64_t{1} << 20;
 constexpr const char* kTruncated = "the client truncated its shared memory";
 
 // Single writer: no locked instruction needed.
@@ -25,6 +27,10 @@ syshax_ring_header header_for(const SessionSpec& spec) {
   if (spec.top_k > geometry.num_experts)
     throw CoreError("invalid_argument", "session top_k is " + std::to_string(spec.top_k) + ", the model has " +
                                             std::to_string(geometry.num_experts) + " experts");
+  if (uint64_t{spec.max_tokens} * spec.top_k > kMaxRouting)
+    throw CoreError("invalid_argument", "session max_tokens " + std::to_string(spec.max_tokens) + " with top_k " +
+                                            std::to_string(spec.top_k) + " is more than " +
+                                            std::to_string(kMaxRouting) + " experts' ids a request");
   syshax_ring_header h = ring_layout(
       {spec.num_slots, spec.max_tokens, geometry.hidden_size, spec.top_k, spec.element_bytes, geometry.num_layers});
   std::memcpy(h.boot_id, spec.boot_id, sizeof(h.boot_id));
@@ -95,7 +101,7 @@ void Session::end_if_poisoned() noexcept {
 
 // ---- the queue
 
-uint32_t Session::look(uint64_t now_ns) noexcept {
+uint32_t Session::look(uint64_t now_ns, uint32_t most_refused) noexcept {
   if (ended()) return 0;
   uint32_t refused = 0, pending = ring_.pending();
   if (pending > ring_.layout().num_slots) {
@@ -103,7 +109,7 @@ uint32_t Session::look(uint64_t now_ns) noexcept {
     return 1;
   }
   if (pending != 0 && in_flight_.load(std::memory_order_relaxed) == 0) walk_.arrived(now_ns);
-  for (; pending != 0 && !ended(); --pending) refused += !admit(ring_.take(), now_ns);
+  for (; pending != 0 && !ended() && refused < most_refused; --pending) refused += !admit(ring_.take(), now_ns);
   end_if_poisoned();
   return refused;
 }
@@ -173,20 +179,27 @@ void Session::answer(const Queued& queued, const Verdict& verdict, uint64_t comp
 
 // ---- jobs
 
-bool Session::open_job(uint64_t now_ns) noexcept {
+bool Session::open_job(FairShare& shares, uint64_t now_ns) noexcept {
   const Step step = next_step_;
   job_.num_members = 0;
   job_.compute_ns = 0;
   job_.begun = false;
   job_.request = {step.layer,        0, step.top_k,       static_cast<syshax_dtype>(step.dtype),
                   job_.parts.data(), 0, topk_ids_.data(), topk_weights_.data()};
-  return prepare(*this, now_ns);
+  return prepare(*this, shares, now_ns);
 }
 
-bool Session::join(Session& other, uint64_t now_ns) noexcept { return other.prepare(*this, now_ns); }
+bool Session::join(Session& other, FairShare& shares, uint64_t now_ns) noexcept {
+  return other.prepare(*this, shares, now_ns);
+}
+
+void Session::charge(FairShare& shares, uint64_t ns, uint64_t now_ns) noexcept {
+  shares.charge(account_, ns, now_ns);
+  add(charged_ns_, ns);
+}
 
 // Takes the next request, checks it, and makes it the last part of the leader's job.
-bool Session::prepare(Session& leader, uint64_t now_ns) noexcept {
+bool Session::prepare(Session& leader, FairShare& shares, uint64_t now_ns) noexcept {
   current_ = pop();
   start_ns_ = now_ns;
   const syshax_ring_request& r = current_.request;
@@ -201,6 +214,8 @@ bool Session::prepare(Session& leader, uint64_t now_ns) noexcept {
   if (ended()) return false;
   if (verdict.status != SYSHAX_RING_OK) {
     answer(current_, verdict, 0);
+    const uint64_t end_ns = monotonic_ns();
+    charge(shares, end_ns - now_ns, end_ns);  // else refusals were free, and took any share of the time
     return false;
   }
   leader_ = &leader;
@@ -222,8 +237,7 @@ Session::Outcome Session::advance(FairShare& shares, uint64_t now_ns, uint64_t u
   for (uint32_t i = 0; i < job_.num_members; ++i) {
     Session& member = *job_.members[i];
     const uint64_t part_ns = took_ns * job_.parts[i].num_tokens / job_.request.num_tokens;
-    shares.charge(member.account_, part_ns, end_ns);
-    add(member.charged_ns_, part_ns);
+    member.charge(shares, part_ns, end_ns);
     member.end_if_poisoned();
     wanted = wanted || !member.ended();
   }

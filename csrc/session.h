@@ -32,8 +32,9 @@ class Session {
   Walk& walk() noexcept { return walk_; }
 
   // Takes what the client has published. A request that cannot be queued is answered at once; a queue that makes no
-  // sense ends the session. Bounded: at most num_slots requests a call. Returns how many were refused.
-  uint32_t look(uint64_t now_ns) noexcept;
+  // sense ends the session. Bounded: at most num_slots requests a call, and it ends with the last of `most_refused`.
+  // Returns how many were refused.
+  uint32_t look(uint64_t now_ns, uint32_t most_refused) noexcept;
   // Serves it no more; the client reads `closing`, a syshax_ring_closing.
   void end(const char* reason, uint32_t closing) noexcept;
   void set_class(Priority priority, uint32_t share) noexcept;
@@ -49,10 +50,10 @@ class Session {
   // The session whose job computes its request, itself perhaps; nullptr when none is being computed.
   Session* leader() const noexcept { return leader_; }
   bool leads() const noexcept { return leader_ == this; }
-  // Begins a job with its next request. A request that fails a check is answered and leaves no job: false.
-  bool open_job(uint64_t now_ns) noexcept;
+  // Begins a job with its next request. A request that fails a check is answered, charged, and leaves no job: false.
+  bool open_job(FairShare& shares, uint64_t now_ns) noexcept;
   // Adds the other's next request to this job, before it first advances; false as in open_job.
-  bool join(Session& other, uint64_t now_ns) noexcept;
+  bool join(Session& other, FairShare& shares, uint64_t now_ns) noexcept;
   uint32_t members() const noexcept { return job_.num_members; }
   uint32_t job_tokens() const noexcept { return job_.request.num_tokens; }
   struct Outcome {
@@ -100,7 +101,8 @@ class Session {
   };
 
   bool admit(const syshax_ring_request& request, uint64_t now_ns) noexcept;
-  bool prepare(Session& leader, uint64_t now_ns) noexcept;
+  bool prepare(Session& leader, FairShare& shares, uint64_t now_ns) noexcept;
+  void charge(FairShare& shares, uint64_t ns, uint64_t now_ns) noexcept;
   Verdict check(const syshax_ring_request& request) const noexcept;
   Verdict copy_routing(const syshax_ring_request& request, const RingSlot& slot, int32_t* ids,
                        float* weights) const noexcept;

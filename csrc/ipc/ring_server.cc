@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <climits>
 #include <cstring>
 #include <string>
 
@@ -17,6 +16,10 @@
 
 namespace syshax {
 namespace {
+
+// A slot has one waiter; more than a few wait on one only to keep the daemon busy. Who is left looks again by itself
+// (docs/RING.md).
+constexpr int kMostWoken = 4;
 
 uint64_t to_page(uint64_t bytes) { return (bytes + SYSHAX_RING_PAGE - 1) / SYSHAX_RING_PAGE * SYSHAX_RING_PAGE; }
 
@@ -140,7 +143,7 @@ void RingServer::complete(uint32_t slot, const Completion& completion) noexcept 
   __atomic_store_n(&c->state, static_cast<uint32_t>(completion.tag), __ATOMIC_RELEASE);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);  // state before waiters: the client increments waiters, then compares state
   if (__atomic_load_n(&c->waiters, __ATOMIC_RELAXED))
-    syscall(SYS_futex, &c->state, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+    syscall(SYS_futex, &c->state, FUTEX_WAKE, kMostWoken, nullptr, nullptr, 0);
 }
 
 void RingServer::set_parked(bool parked) noexcept {

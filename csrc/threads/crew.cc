@@ -33,8 +33,8 @@ struct Crew {
     try {
       name_this_thread("load-" + std::to_string(node));
       lower_this_threads_priority();
-      const std::string problem = pin_this_thread(plan[node].cpus);
-      if (!problem.empty()) throw CoreError("hardware", problem);
+      const std::string problem = pin_this_thread_among(plan[node].cpus);
+      if (!problem.empty()) throw CoreError("hardware", problem, kPinningHint);
       for (uint64_t index; !failed && (index = next[node].fetch_add(1)) < tasks[node];) task(node, index);
     } catch (...) {
       fail(std::current_exception());

@@ -20,6 +20,8 @@ namespace syshax {
 namespace {
 
 constexpr int kMaxCpus = 8192;
+constexpr size_t kSetBytes = CPU_ALLOC_SIZE(kMaxCpus);
+using CpuSet = std::unique_ptr<cpu_set_t, decltype(&free)>;
 constexpr int kLoaderNice = 10;
 
 std::string list(const std::vector<int>& cpus) {
@@ -55,26 +57,28 @@ void check_plan(const std::vector<NodePlan>& plan) {
   if (plan.front().threads == 0) throw CoreError("hardware", "the first node of the plan needs at least one thread");
 }
 
-std::string pin_this_thread(const std::vector<int>& cpus) {
+std::string pin_this_thread_among(const std::vector<int>& cpus) {
   if (cpus.empty()) return "";
-  std::unique_ptr<cpu_set_t, decltype(&free)> set(CPU_ALLOC(kMaxCpus), &free);
-  const size_t bytes = CPU_ALLOC_SIZE(kMaxCpus);
-  CPU_ZERO_S(bytes, set.get());
+  const CpuSet set(CPU_ALLOC(kMaxCpus), &free);
+  CPU_ZERO_S(kSetBytes, set.get());
   for (int cpu : cpus) {
     if (cpu < 0 || cpu >= kMaxCpus) return "CPU " + std::to_string(cpu) + " does not exist";
-    CPU_SET_S(static_cast<size_t>(cpu), bytes, set.get());
+    CPU_SET_S(static_cast<size_t>(cpu), kSetBytes, set.get());
   }
-  if (sched_setaffinity(0, bytes, set.get()) != 0) {
-    const int cause = errno;
-    return "cannot run a thread on CPU " + list(cpus) + ": " + strerror(cause) + " (errno " + std::to_string(cause) +
-           ")";
-  }
+  if (sched_setaffinity(0, kSetBytes, set.get()) == 0) return "";
+  const int cause = errno;
+  return "cannot run a thread on CPU " + list(cpus) + ": " + strerror(cause) + " (errno " + std::to_string(cause) + ")";
+}
+
+std::string pin_this_thread(const std::vector<int>& cpus) {
+  std::string problem = pin_this_thread_among(cpus);
+  if (!problem.empty() || cpus.empty()) return problem;
   // The kernel drops CPUs outside the cpuset silently as long as one is left.
-  std::unique_ptr<cpu_set_t, decltype(&free)> got(CPU_ALLOC(kMaxCpus), &free);
-  CPU_ZERO_S(bytes, got.get());
-  if (sched_getaffinity(0, bytes, got.get()) != 0) return std::string("sched_getaffinity: ") + strerror(errno);
+  const CpuSet got(CPU_ALLOC(kMaxCpus), &free);
+  CPU_ZERO_S(kSetBytes, got.get());
+  if (sched_getaffinity(0, kSetBytes, got.get()) != 0) return std::string("sched_getaffinity: ") + strerror(errno);
   for (int cpu : cpus)
-    if (!CPU_ISSET_S(static_cast<size_t>(cpu), bytes, got.get()))
+    if (!CPU_ISSET_S(static_cast<size_t>(cpu), kSetBytes, got.get()))
       return "CPU " + std::to_string(cpu) + " is outside the cpuset of this process";
   return "";
 }

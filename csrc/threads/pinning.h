@@ -8,6 +8,10 @@ namespace syshax {
 // Restricts the calling thread to these CPUs. Returns "" or what went wrong.
 std::string pin_this_thread(const std::vector<int>& cpus);
 
+// The same for work that may run on any of them: those that went offline or out of the cpuset are left out as long as
+// one is there.
+std::string pin_this_thread_among(const std::vector<int>& cpus);
+
 constexpr const char* kPinningHint = "choose CPUs that are online and inside the cpuset and affinity";
 
 // Tries to pin, in a thread that ends at once. Throws CoreError("hardware").

@@ -191,6 +191,43 @@ def test_a_share_is_a_limit(harness: _core.TestHarness) -> None:
         assert right(free, 0, free.ask(0, 1)) and free.stats()["throttled_ns"] == 0
 
 
+MANY_TOKENS, MANY_EXPERTS = 65536, 8
+
+
+def test_refused_requests_use_up_a_share_like_others(harness: _core.TestHarness) -> None:
+    """Each costs the dispatcher a copy and a look at half a million ids, the last of which is bad."""
+    with RawSession(harness, 1, share=1, max_tokens=MANY_TOKENS, top_k=MANY_EXPERTS, num_slots=2) as flooding:
+        begin = time.monotonic()
+        for number in range(24):
+            ids = flooding.area(number % 2, "ids", np.int32)[: MANY_TOKENS * MANY_EXPERTS]
+            ids[:-1], ids[-1] = 0, EXPERTS
+            del ids
+            wanted = flooding.post(slot=number % 2, layer=1, num_tokens=MANY_TOKENS, top_k=MANY_EXPERTS)
+            assert flooding.completion(number % 2, wanted, 30)["status"] == STATUS["BAD_EXPERT_ID"]
+        took, stats = time.monotonic() - begin, flooding.stats()
+        assert stats["throttled_ns"] > 0 and stats["errors"] == 24
+        assert stats["charged_ns"] / 1e9 < 0.01 * took + 0.010, "a hundredth, and the last one's whole time"
+
+
+def test_nobody_is_asked_for_more_ids_than_a_slice_can_check(harness: _core.TestHarness) -> None:
+    with pytest.raises(_core.CoreError, match="65536 with top_k 17 is more than 1048576") as caught:
+        RawSession(_core.TestHarness(LAYERS, 32, HIDDEN, TOP_K), 1, max_tokens=65536, top_k=17)
+    assert caught.value.code == "invalid_argument"
+
+
+def test_requests_that_cannot_be_queued_are_all_answered(harness: _core.TestHarness) -> None:
+    """More than the dispatcher refuses in one turn: a slot that is busy is asked for again and again."""
+    with RawSession(harness, 1, num_slots=32) as session, RawSession(harness, 2) as other:
+        harness.set_delay_us(10 * TOKEN_US)
+        asked = session.ask(0, LONG)
+        eventually(lambda: harness.forwards_running() == 1)
+        for _ in range(20):
+            session.post(slot=0, layer=1, num_tokens=1)
+        eventually(lambda: session.stats()["errors"] == 20)
+        harness.set_delay_us(0)
+        assert right(session, 0, asked) and right(other, 0, other.ask(0, 1))
+
+
 def test_statistics_of_waiting_and_service(harness: _core.TestHarness) -> None:
     with RawSession(harness, 1) as session:
         harness.set_delay_us(3000)
