@@ -1,15 +1,22 @@
 // Whose turn it is, tried on sessions that exist as accounts only: shares by class and within a class, nobody starved,
 // nothing saved up by being away, limits kept; and who meets whom on the way through the layers. Random, same in every
-// run; what is expected follows from weights and times alone.
+// run; what is expected follows from weights and times alone. Also whose waiting a thread is told of.
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <memory>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "native_test.h"
 #include "schedule/companions.h"
 #include "schedule/fair_share.h"
+#include "threads/run_delay.h"
 
 namespace {
 
@@ -203,6 +210,28 @@ void check_walk() {
   if (!waiting.may_wait(now_ns + 1000 * kMs, 10 * kMs)) fail("one waits never again");
 }
 
+// Whoever asks is told of itself: the file that it reads is that of the asking thread.
+void check_run_delay() {
+  const auto reads_own = [] {
+    char own[64], link[64];
+    std::snprintf(own, sizeof own, "/proc/%d/task/%ld/schedstat", getpid(), syscall(SYS_gettid));
+    for (int fd = 0; fd < 64; ++fd) {
+      std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+      char target[128];
+      const ssize_t length = readlink(link, target, sizeof target - 1);
+      if (length > 0 && std::string(target, static_cast<size_t>(length)) == own) return true;
+    }
+    return false;
+  };
+  if (access("/proc/thread-self/schedstat", R_OK) != 0) return;  // a kernel that does not count
+  RunDelay delay;
+  bool first = false, second = false;
+  std::thread([&] { delay.contended(1000 * kMs), first = reads_own(); }).join();
+  if (delay.contended(2000 * kMs)) fail("a thread that has just begun to ask is told that it waits");
+  second = reads_own();
+  if (!first || !second) fail("the run delay is another thread's: first %d, then %d", first, second);
+}
+
 }  // namespace
 
 int main() {
@@ -212,6 +241,7 @@ int main() {
     check_starvation(seed);
     check_limit(seed);
   }
+  check_run_delay();
   check_age();
   check_fit();
   check_walk();
