@@ -41,7 +41,8 @@ void bind_arena(py::module_& m) {
           "adopt", [](int fd, int node) { return std::make_unique<Arena>(Arena::adopt(fd, node)); }, py::arg("fd"),
           py::arg("node") = -1)
       .def("populate", &Arena::populate, py::arg("offset"), py::arg("bytes"), no_gil)
-      .def("seal", &Arena::seal, no_gil)
+      .def(
+          "seal", [](Arena& arena) { arena.seal(); }, no_gil)
       .def("fileno", &Arena::fd)
       .def_property_readonly("size", &Arena::bytes)
       .def_property_readonly("huge_bytes", &Arena::huge_bytes)

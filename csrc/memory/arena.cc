@@ -62,6 +62,8 @@ bool is_hugetlb(int fd) {
   return fstatfs(fd, &status) == 0 && static_cast<unsigned long>(status.f_type) == HUGETLBFS_MAGIC;
 }
 
+size_t huge_bytes_of(const void* base, size_t bytes) { return syshax::mapped_huge_bytes({{base, bytes}}).front(); }
+
 constexpr syshax_arena kNothing = {nullptr, 0, -1, -1, 0, SYSHAX_HUGE_OFF};
 
 // Maps all of fd at a huge-page boundary. Returns nullptr with errno set.
@@ -199,18 +201,21 @@ extern "C" int syshax_arena_populate(syshax_arena* arena, size_t offset, size_t 
   return cause == 0 ? 0 : fail_no_memory(arena, end - begin, cause, error, error_size);
 }
 
-extern "C" int syshax_arena_seal(syshax_arena* arena, char* error, size_t error_size) {
+int syshax::seal_uncounted(syshax_arena* arena, char* error, size_t error_size) {
   if (arena->base == nullptr) return fail(EINVAL, error, error_size, "seal of an arena that is not mapped");
   if (fcntl(arena->fd, F_ADD_SEALS, kSeals) != 0)
     return fail(errno, error, error_size, "cannot seal an arena of %zu bytes: %s", arena->bytes, strerror(errno));
   if (mprotect(arena->base, arena->bytes, PROT_READ) != 0)
     return fail(errno, error, error_size, "cannot make an arena of %zu bytes read-only: %s", arena->bytes,
                 strerror(errno));
-  if (is_hugetlb(arena->fd))
-    arena->huge_bytes = arena->bytes;
-  else
-    arena->huge_bytes = syshax::mapped_huge_bytes(arena->base, arena->bytes);
+  if (is_hugetlb(arena->fd)) arena->huge_bytes = arena->bytes;
   return 0;
+}
+
+extern "C" int syshax_arena_seal(syshax_arena* arena, char* error, size_t error_size) {
+  const int status = syshax::seal_uncounted(arena, error, error_size);
+  if (status == 0 && !is_hugetlb(arena->fd)) arena->huge_bytes = huge_bytes_of(arena->base, arena->bytes);
+  return status;
 }
 
 extern "C" int syshax_arena_adopt(syshax_arena* arena, int fd, int32_t node, char* error, size_t error_size) {
@@ -226,7 +231,7 @@ extern "C" int syshax_arena_adopt(syshax_arena* arena, int fd, int32_t node, cha
   if (base == nullptr)
     return fail(errno, error, error_size, "cannot map %zu bytes of descriptor %d: %s", bytes, fd, strerror(errno));
   *arena = {base, bytes, fd, node, 0, SYSHAX_HUGE_OFF};
-  arena->huge_bytes = is_hugetlb(fd) ? bytes : syshax::mapped_huge_bytes(base, bytes);
+  arena->huge_bytes = is_hugetlb(fd) ? bytes : huge_bytes_of(base, bytes);
   return 0;
 }
 

@@ -24,26 +24,29 @@ class Arena {
 
   // Different ranges may be populated by different threads at the same time.
   void populate(size_t offset, size_t bytes);
-  void seal();
+  // counted: huge_bytes is known then. Who seals several counts them all at once (mapped_huge_bytes).
+  void seal(bool counted = true);
   // Takes the descriptor over when it can map it; else it stays the caller's.
   static Arena adopt(int fd, int node);
   // Leaves the descriptor to the caller in any case.
   static Arena adopt_duplicate(int fd, int node);
-  // After its pages are mapped the kernel knows more about huge ones than after adopt.
-  void count_huge_bytes();
 
   char* data() const { return static_cast<char*>(arena_.base); }
   size_t bytes() const { return arena_.bytes; }
   int fd() const { return arena_.fd; }
-  // Known once sealed or adopted; 0 before.
+  // Known once sealed and counted, or adopted; 0 before.
   size_t huge_bytes() const { return arena_.huge_bytes; }
 
  private:
   syshax_arena arena_ = {nullptr, 0, -1, -1, 0, SYSHAX_HUGE_OFF};
 };
 
-// Maps pages that are there before they are first read; best effort, fails in silence.
-void prefault_pages(const void* begin, size_t bytes);
+// syshax_arena_seal without counting huge pages.
+int seal_uncounted(syshax_arena* arena, char* error, size_t error_size);
+
+// Maps pages that are there before they are first read; best effort. False: some cannot be read, which would end the
+// process: the machine's memory has an error there.
+bool prefault_pages(const void* begin, size_t bytes);
 
 // "off", "auto" or "require"; else CoreError("config").
 syshax_huge_pages parse_huge_pages(const std::string& value);

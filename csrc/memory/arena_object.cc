@@ -46,9 +46,9 @@ void Arena::populate(size_t offset, size_t bytes) {
   check(syshax_arena_populate(&arena_, offset, bytes, message, sizeof message), message);
 }
 
-void Arena::seal() {
+void Arena::seal(bool counted) {
   char message[kMessageBytes] = "";
-  check(syshax_arena_seal(&arena_, message, sizeof message), message);
+  check((counted ? syshax_arena_seal : seal_uncounted)(&arena_, message, sizeof message), message);
 }
 
 Arena Arena::adopt(int fd, int node) {
@@ -70,14 +70,11 @@ Arena Arena::adopt_duplicate(int fd, int node) {
   }
 }
 
-void Arena::count_huge_bytes() {
-  if (arena_.base != nullptr && arena_.huge_bytes < arena_.bytes)
-    arena_.huge_bytes = mapped_huge_bytes(arena_.base, arena_.bytes);
-}
-
-void prefault_pages(const void* begin, size_t bytes) {
-  while (madvise(const_cast<void*>(begin), bytes, MADV_POPULATE_READ) != 0 && errno == EINTR) {
+bool prefault_pages(const void* begin, size_t bytes) {
+  int status = 0;
+  while ((status = madvise(const_cast<void*>(begin), bytes, MADV_POPULATE_READ)) != 0 && errno == EINTR) {
   }
+  return status == 0 || (errno != EHWPOISON && errno != EFAULT);
 }
 
 syshax_huge_pages parse_huge_pages(const std::string& value) {

@@ -53,21 +53,26 @@ int64_t free_huge_pages(int node) {
   return static_cast<int64_t>(read_number(folder + "/hugepages/hugepages-2048kB/free_hugepages", 0));
 }
 
-size_t mapped_huge_bytes(const void* base, size_t bytes) {
+std::vector<size_t> mapped_huge_bytes(const std::vector<MappedRange>& ranges) {
+  std::vector<size_t> sums(ranges.size());
   std::ifstream file("/proc/self/smaps");
   std::string line;
-  const uintptr_t first = reinterpret_cast<uintptr_t>(base), last = first + bytes;
-  bool inside = false;
-  size_t sum = 0;
+  size_t inside = ranges.size();  // the range that the mapping lies in; all: in none
   while (std::getline(file, line)) {
     unsigned long begin = 0, end = 0;
     char permissions[5];
-    if (std::sscanf(line.c_str(), "%lx-%lx %4s ", &begin, &end, permissions) == 3)
-      inside = begin >= first && end <= last;
-    else if (inside && (line.rfind("ShmemPmdMapped:", 0) == 0 || line.rfind("FilePmdMapped:", 0) == 0))
-      sum += std::stoull(line.substr(line.find(':') + 1)) * 1024;
+    if (std::sscanf(line.c_str(), "%lx-%lx %4s ", &begin, &end, permissions) == 3) {
+      const auto holds = [&](const MappedRange& range) {
+        const uintptr_t first = reinterpret_cast<uintptr_t>(range.base);
+        return begin >= first && end <= first + range.bytes;
+      };
+      inside = static_cast<size_t>(std::find_if(ranges.begin(), ranges.end(), holds) - ranges.begin());
+    } else if (inside < ranges.size() &&
+               (line.rfind("ShmemPmdMapped:", 0) == 0 || line.rfind("FilePmdMapped:", 0) == 0)) {
+      sums[inside] += std::stoull(line.substr(line.find(':') + 1)) * 1024;
+    }
   }
-  return sum;
+  return sums;
 }
 
 }  // namespace syshax

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace syshax {
 
@@ -17,7 +18,12 @@ std::string nodes_with_memory();
 // Free 2 MiB pages in the pool of huge pages; of one node, or with -1 of the machine.
 int64_t free_huge_pages(int node);
 
-// How many bytes of the mapping that starts at base are mapped as huge pages of shared memory.
-size_t mapped_huge_bytes(const void* base, size_t bytes);
+// How many bytes of each range, which are whole mappings, are mapped as huge pages of shared memory. The kernel looks
+// at every page of the process for it, tens of milliseconds a GiB of small ones: once for all, and under no lock.
+struct MappedRange {
+  const void* base;
+  size_t bytes;
+};
+std::vector<size_t> mapped_huge_bytes(const std::vector<MappedRange>& ranges);
 
 }  // namespace syshax

@@ -92,6 +92,7 @@ CpuModel::CpuModel(std::string name, const MoeGeometry& geometry, const std::str
       loaded_(geometry.num_layers, true) {
   check_chunk();
   check_sizes();
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) huge_bytes_[node] = arenas_[node].huge_bytes();
 }
 
 void CpuModel::check_chunk() const {
@@ -201,11 +202,28 @@ void CpuModel::prefault() {
       begin = arenas_[node].data() + offset;
       bytes = std::min(kPopulateBytes, arenas_[node].bytes() - offset);
     }
-    // Should the model be released meanwhile, the call fails, or maps early what another mapping holds: no harm.
-    prefault_pages(begin, bytes);
+    // Should the model be released meanwhile, the call does nothing, or maps early what another mapping holds.
+    if (!prefault_pages(begin, bytes))
+      throw CoreError("hardware", "an expert of model " + name_ + " cannot be read: the machine's memory has an error",
+                      "load it again; see the kernel's log and `rasdaemon` for the module");
   });
+  count_huge_bytes();
+}
+
+// Looking takes seconds for a large model of small pages, in which nobody must have to wait for the mutex.
+void CpuModel::count_huge_bytes() {
+  std::vector<MappedRange> ranges;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Arena& arena : arenas_) ranges.push_back({arena.data(), arena.bytes()});
+  }
+  const std::vector<size_t> counted = mapped_huge_bytes(ranges);
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (Arena& arena : arenas_) arena.count_huge_bytes();
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) {
+    const Arena& arena = arenas_[node];
+    const bool reserved = arena.bytes() > 0 && arena.huge_bytes() == arena.bytes();
+    huge_bytes_[node] = reserved ? arena.bytes() : std::min(counted[node], arena.bytes());
+  }
 }
 
 size_t CpuModel::node_bytes(uint32_t node) const {
@@ -213,10 +231,7 @@ size_t CpuModel::node_bytes(uint32_t node) const {
   return arenas_[node].bytes();
 }
 
-size_t CpuModel::huge_bytes(uint32_t node) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return arenas_[node].huge_bytes();
-}
+size_t CpuModel::huge_bytes(uint32_t node) const { return huge_bytes_[node]; }
 
 void CpuModel::require(State state, const char* action) const {
   if (state_ == state) return;
@@ -309,15 +324,18 @@ void CpuModel::fill_random(uint64_t seed) {
 }
 
 void CpuModel::seal() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  require(State::kFilling, "seal");
-  const size_t missing = static_cast<size_t>(std::count(loaded_.begin(), loaded_.end(), false));
-  if (missing > 0 || loading_ > 0)
-    throw CoreError("model_not_ready", "cannot seal model " + name_ + ": " + std::to_string(missing) + " of " +
-                                           std::to_string(loaded_.size()) + " layers are not loaded");
-  for (Arena& arena : arenas_)
-    if (arena.bytes() > 0) arena.seal();
-  state_ = State::kSealed;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    require(State::kFilling, "seal");
+    const size_t missing = static_cast<size_t>(std::count(loaded_.begin(), loaded_.end(), false));
+    if (missing > 0 || loading_ > 0)
+      throw CoreError("model_not_ready", "cannot seal model " + name_ + ": " + std::to_string(missing) + " of " +
+                                             std::to_string(loaded_.size()) + " layers are not loaded");
+    for (Arena& arena : arenas_)
+      if (arena.bytes() > 0) arena.seal(false);
+    state_ = State::kSealed;
+  }
+  count_huge_bytes();
 }
 
 void CpuModel::forward_checked(const MoeRequest& request, bool interrupted) {
@@ -373,6 +391,7 @@ void CpuModel::release() {
   const std::lock_guard<std::mutex> lock(mutex_);
   checked_pass_.reset();
   for (Arena& arena : arenas_) arena = Arena();
+  for (uint32_t node = 0; node < layout_.num_nodes(); ++node) huge_bytes_[node] = 0;
 }
 
 }  // namespace syshax

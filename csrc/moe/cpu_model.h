@@ -54,7 +54,7 @@ class CpuModel final : public ExpertModel {
   size_t layer_bytes(uint32_t node) const { return layout_.expert_offset(node, 1, 0); }
   // Weights that need no checkpoint, all different: uniform in +-1 / sqrt(row length). For benches.
   void fill_random(uint64_t seed);
-  void seal();
+  void seal();  // and counts huge pages
 
   std::unique_ptr<ForwardPass> make_pass(uint32_t max_tokens) override;
   // A whole pass for callers that are not the dispatcher, one at a time: throws CoreError("model_not_ready") unless
@@ -78,6 +78,7 @@ class CpuModel final : public ExpertModel {
   void check_memory() const;
   void check_chunk() const;
   void check_sizes() const;
+  void count_huge_bytes();
   void map_arenas();
   void require(State state, const char* action) const;
   void check_layer(uint32_t layer) const;
@@ -93,6 +94,8 @@ class CpuModel final : public ExpertModel {
   const ExpertLayout layout_;
   DtypeKernels kernels_{};
   std::vector<Arena> arenas_;
+  // Of each node: read while others hold the mutex.
+  const std::unique_ptr<std::atomic<size_t>[]> huge_bytes_ { new std::atomic<size_t>[ layout_.num_nodes() ]() };
   std::mutex checked_mutex_;  // of forward_checked
   std::unique_ptr<ForwardPass> checked_pass_;
   mutable std::mutex mutex_;  // guards the three below
