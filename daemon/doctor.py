@@ -74,7 +74,12 @@ def _cpus(subject: Subject) -> Iterator[Check]:
     plan = parts.plan
     present = {cpu for node in parts.topology["nodes"] for core in node["cores"] for cpu in core}
     text = f"{plan.threads} threads on CPUs {format_cpus(plan.cpus)} of {format_cpus(present)}"
-    if missing := present - set(plan.allowed_cpus):
+    if gone := plan.gone_cpus():
+        text += f"; CPUs {format_cpus(gone)} are offline or closed to this process since it started"
+        yield error(
+            "affinity", text, "their threads crowd the others' CPUs", "systemctl restart syshaxd, which plans anew"
+        )
+    elif missing := present - set(plan.allowed_cpus):
         text += f"; CPUs {format_cpus(missing)} are closed to this process"
         hint = "systemctl edit syshaxd (AllowedCPUs=, CPUAffinity=), or taskset's or the container's CPUs"
         yield warning("affinity", text, "these CPUs compute nothing", hint)

@@ -270,9 +270,10 @@ def check_memory(core: Core, plan: Plan, blueprint: Blueprint, budget: MemoryBud
                 f"free memory, choose {smaller}",
             )
     group = memory_group_limit()
-    if group is not None and group[1] + need > group[0]:
+    if group is not None and group[1] + need + budget.reserve > group[0]:
         raise NoMemoryError(
-            f"{what}; the control group may use {human_size(group[0])}, {human_size(group[1])} of it in use",
+            f"{what}; the control group may use {human_size(group[0])}, {human_size(group[1])} of it in use, and "
+            f"memory.reserve leaves {human_size(budget.reserve)} to sessions",
             f"raise MemoryMax= of the service or slice, choose {smaller}",
         )
 

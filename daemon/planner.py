@@ -7,6 +7,7 @@ silence: what cannot be had is refused with the reason, what was reduced by itse
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,10 @@ class Plan:
     quota_cpus: float | None
     notes: tuple[str, ...] = ()
     """What differs from the machine's or the configuration's full measure, for logs and status."""
+
+    def gone_cpus(self) -> frozenset[int]:
+        """Those of the plan that went offline, or out of this process's set, after it was made."""
+        return self.cpus - os.sched_getaffinity(0)
 
     @property
     def cpus(self) -> frozenset[int]:

@@ -363,11 +363,20 @@ class Registry:
             if entry.origin == "restart" and entry.packed is not None and entry.model is not None:
                 self._cache.save(entry.packed, entry.model)
 
-    def prefault(self) -> None:
-        """Maps what was adopted before requests meet it page by page. For a thread of its own."""
+    async def prefault(self) -> None:
+        """Maps what was adopted before requests meet it page by page. What the machine's memory has spoilt meanwhile is
+        loaded again: whoever reads it would end, and the service manager would keep it for the next daemon."""
         for entry in self.entries():
-            if entry.origin == "restart" and (model := entry.model) is not None:
-                model.prefault()
+            if entry.origin != "restart" or (model := entry.model) is None:
+                continue
+            try:
+                with core_errors(self._core):
+                    await asyncio.to_thread(model.prefault)
+            except SyshaxError as error:
+                log.error("%s", error, extra={"model": entry.name})
+                if not self._closing and entry.state is ModelState.READY:
+                    await self._drop(entry)
+                    self.load_again(LoadRequest(name=entry.name, path=str(entry.path), format=entry.format))
 
     def _budget(self) -> MemoryBudget:
         memory = self._config().memory

@@ -165,7 +165,7 @@ class Server:
             parts.registry.load_again(request)
         parts.registry.autoload()
         parts.registry.save_adopted()
-        prefault = asyncio.create_task(asyncio.to_thread(parts.registry.prefault), name="prefault")
+        prefault = asyncio.create_task(parts.registry.prefault(), name="prefault")
         await self._first_end(self._stop.wait(), attach, caretaker)
         try:
             return await self._drain(attach)

@@ -29,6 +29,7 @@ from syshaxd.cache.packed_cache import PackedCache
 from syshaxd.core import Core, CoreRuntime
 from syshaxd.live_config import LiveConfig
 from syshaxd.planner import Plan
+from syshaxd.quantities import format_cpus
 from syshaxd.registry import Registry
 from syshaxd.sessions import Sessions
 
@@ -129,6 +130,11 @@ class Reporter:
         """What is slower or smaller than this machine could have it."""
         parts = self._parts
         found = list(parts.plan.notes)
+        if gone := parts.plan.gone_cpus():
+            found.append(
+                f"CPUs {format_cpus(gone)} are offline or closed to this daemon since it started: their threads crowd "
+                "the others; `systemctl restart syshaxd` plans anew"
+            )
         effective, best = parts.core.isa_effective(parts.isa_cap), parts.core.isa_effective("")
         if effective != best:
             found.append(f"kernels are capped at {effective}; this CPU has {best} (compute.isa or SYSHAX_ISA)")

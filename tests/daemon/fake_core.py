@@ -107,7 +107,9 @@ class FakeModel:
             os.close(self.arena_fds.popitem()[1])
 
     def prefault(self) -> None:
-        pass
+        if self._core.prefault_error is not None:
+            error, self._core.prefault_error = self._core.prefault_error, None
+            raise error
 
     def forward_calls(self) -> int:
         return 0
@@ -253,6 +255,7 @@ class FakeCore:
         self.gate_load = threading.Event()
         self.gate_load.set()
         self.load_error: Exception | None = None
+        self.prefault_error: Exception | None = None
         self.add_error: Exception | None = None
         self.never_drains = False
         self.files_cut_short = False

@@ -248,6 +248,15 @@ async def test_a_kernel_below_the_best_is_a_warning_and_a_metric(start: Callable
     assert {check["name"]: check["level"] for check in checks}["instruction set"] == "warning"
 
 
+async def test_cpus_that_went_away_are_told(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken offline, or out of the control group's set, while the daemon runs."""
+    monkeypatch.setattr("syshaxd.planner.os.sched_getaffinity", lambda pid: {4095})
+    status: StatusAnswer = await daemon.ask(daemon.control.get, "/v1/status", StatusAnswer)
+    assert any("offline or closed" in warning and "systemctl restart" in warning for warning in status.warnings)
+    checks = {check["name"]: check for check in (await daemon.json("GET", "/v1/doctor"))[1]["checks"]}
+    assert checks["affinity"]["level"] == "error" and "since it started" in checks["affinity"]["message"]
+
+
 async def test_doctor_looks_at_everything_and_survives_a_failing_check(daemon: Daemon, monkeypatch: Any) -> None:
     checks = {check["name"]: check for check in (await daemon.json("GET", "/v1/doctor"))[1]["checks"]}
     wanted = {"data plane", "instruction set", "affinity", "CPU quota", "huge pages", "kernel", "shared memory"}

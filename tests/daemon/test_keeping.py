@@ -16,7 +16,7 @@ import pytest_asyncio
 from checkpoints import write_checkpoint
 from conftest import Daemon, eventually
 from damaged_stores import DAMAGES
-from fake_core import SEALS, FakeCore
+from fake_core import SEALS, CoreError, FakeCore
 from service_manager import FdStore
 
 from syshaxd.keeping import Keeper, Store, arena_name, manifest_name, sort_handed
@@ -113,6 +113,18 @@ async def test_a_model_is_ready_before_the_daemon_is(lives: Lives, tmp_path: Pat
     connection.close()
     third = await lives.after(again, configured(tmp_path))
     assert (await third.until("tiny", "ready"))["origin"] == "restart"
+
+
+async def test_weights_that_the_memory_has_spoilt_are_loaded_again(lives: Lives, tmp_path: Path) -> None:
+    """They would end every daemon that reads them, and each next one would be given them."""
+    daemon = await first_life(lives, tmp_path)
+    await daemon.until("tiny", "ready")
+    spoilt = lives.store.names()
+    core = two_nodes()
+    core.prefault_error = CoreError("hardware", "the machine's memory has an error")
+    again = await lives.after(daemon, configured(tmp_path), core)
+    await eventually(lambda: len(lives.store.names()) == 3 and not set(spoilt) & set(lives.store.names()))
+    assert (await again.until("tiny", "ready"))["origin"] == "checkpoint"
 
 
 async def test_unload_takes_it_out_manifest_first(lives: Lives, tmp_path: Path) -> None:
