@@ -8,6 +8,7 @@ nothing: there is no local fallback.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -32,9 +33,16 @@ from syshax.errors import (
     SyshaxError,
     UnknownModelError,
 )
-from syshax.protocol import Dtype
+from syshax.protocol import Dtype, ModelInfo, StatusAnswer
 from syshax.vllm import keeping, op
-from syshax.vllm.prepare import GONE, checkpoint_directory, compare_fingerprint, compare_geometry, prepare
+from syshax.vllm.prepare import (
+    GONE,
+    checkpoint_directory,
+    compare_fingerprint,
+    compare_geometry,
+    find_ready,
+    prepare,
+)
 from syshax.vllm.settings import WorkerSettings, settings_from
 from syshax.vllm.staging import Rows, Staging
 
@@ -61,14 +69,29 @@ class Attachment:
         self._opening = threading.Lock()
         self._next: Model | None = None
         """A newer session, for the thread that computes to take: what belongs to a device is its alone."""
-        self.model = self._open(time.monotonic() + settings.load_timeout_s)
+        self.model = self._begin()
         self._stage()
         weakref.finalize(self, self._client.close)
         keeping.keep(self, self._client.runtime_dir)
 
-    def _open(self, deadline: float) -> Model:
-        control = Control(self.settings.runtime_dir)
-        info = prepare(control, self.path, self.settings, logger.info, deadline)
+    def _begin(self) -> Model:
+        """The first session. Where no daemon is there it fails at once; one that restarts while it loads the model is
+        waited for."""
+        deadline = time.monotonic() + self.settings.load_timeout_s
+        Control(self.settings.runtime_dir).get("/v1/status", StatusAnswer)
+        while True:
+            try:
+                return self._open(self._prepare(deadline))
+            except GONE as error:
+                if time.monotonic() >= deadline:
+                    raise
+                logger.warning("%s: waiting for it to come back", error.message)
+            time.sleep(1)
+
+    def _prepare(self, deadline: float) -> ModelInfo:
+        return prepare(Control(self.settings.runtime_dir), self.path, self.settings, logger.info, deadline)
+
+    def _open(self, info: ModelInfo) -> Model:
         return self._client.open(
             info.name,
             max_tokens=self.max_tokens,
@@ -88,11 +111,16 @@ class Attachment:
         """The session that computes, or the one that will."""
         return self._next or self.model
 
-    def renew(self, lost: Model) -> None:
-        """Opens another session where `lost` is the newest still, from any thread. Raises what attaching raises."""
+    def renew(self, lost: Model, ask: bool) -> None:
+        """Opens another session where `lost` is the newest still, from any thread. ask: for the model, and wait for it;
+        else it must be ready. Raises what attaching raises."""
+        if ask:
+            info = self._prepare(time.monotonic() + self.settings.load_timeout_s)
+        else:
+            info = find_ready(Control(self.settings.runtime_dir), self.path, self.settings)
         with self._opening:
             if self.newest is lost:
-                self._next = self._open(time.monotonic() + self.settings.load_timeout_s)
+                self._next = self._open(info)
 
     def layer_index(self, prefix: str, **sizes: int) -> int:
         """The index among the model's MoE layers of vLLM's layer `prefix`. Raises CheckpointError for a layer that
@@ -148,7 +176,7 @@ class Attachment:
 
     def _try_to_open(self, deadline: float) -> Model | None:
         try:
-            return self._open(deadline)
+            return self._open(self._prepare(deadline))
         except NOT_YET as error:
             if time.monotonic() >= deadline:
                 raise self._not_back(error.message) from None
@@ -180,6 +208,8 @@ class Attachment:
 
 
 _current: weakref.ref[Attachment] | None = None
+_directory = functools.lru_cache(maxsize=2)(checkpoint_directory)
+"""A repository's name takes a question to its hub, which each layer would ask."""
 
 
 def attach(config: VllmConfig) -> Attachment:
@@ -193,7 +223,7 @@ def attach(config: VllmConfig) -> Attachment:
         settings = settings_from(
             config.additional_config if isinstance(config.additional_config, dict) else {}, os.environ
         )
-        path = checkpoint_directory(model.model, model.revision, config.load_config.download_dir)
+        path = _directory(model.model, model.revision, config.load_config.download_dir)
         max_tokens = config.scheduler_config.max_num_batched_tokens
         key = (path, settings, max_tokens, model.dtype)
         existing = _existing()

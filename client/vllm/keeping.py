@@ -35,7 +35,7 @@ class Renewable(Protocol):
 
     @property
     def newest(self) -> Model: ...
-    def renew(self, lost: Model) -> None: ...
+    def renew(self, lost: Model, ask: bool) -> None: ...
 
 
 def keep(attachment: Renewable, runtime_dir: Path) -> None:
@@ -47,8 +47,9 @@ def keep(attachment: Renewable, runtime_dir: Path) -> None:
 def _keep(attachment: weakref.ref[Renewable], runtime_dir: Path) -> None:
     while (model := _newest(attachment)) is not None:
         closing = model.wait_ended()
-        if isinstance(ending(closing), SessionEndedError):
-            return  # somebody meant it: the next request says so, and vLLM ends
+        if isinstance(over := ending(closing), SessionEndedError):
+            logger.error("%s: this worker does not attach again and serves nothing more; restart it", over.message)
+            return
         _follow(attachment, model, closing, runtime_dir)
         del model
 
@@ -64,23 +65,26 @@ def _follow(attachment: weakref.ref[Renewable], lost: Model, closing: int, runti
     while _newest(attachment) is lost:
         boot = daemon_boot(runtime_dir)
         if boot and (closing != Closing.DRAINING or boot != lost.boot_id):
-            trouble, most = _renew(attachment, lost)
+            # The daemon that lost it is there still: what it held was unloaded, which is not to be undone.
+            trouble, most = _renew(attachment, lost, ask=boot != lost.boot_id)
             if trouble and trouble != said:
                 logger.warning("not attached to syshaxd, trying again: %s", trouble)
             said, pause = trouble, min(2 * pause, most)
         time.sleep(pause)
 
 
-def _renew(attachment: weakref.ref[Renewable], lost: Model) -> tuple[str, float]:
+def _renew(attachment: weakref.ref[Renewable], lost: Model, ask: bool) -> tuple[str, float]:
     """What went wrong ("" if nothing did), and the longest pause after it."""
     alive = attachment()
     if alive is None:
         return "", _PAUSE_S
     try:
-        alive.renew(lost)
+        alive.renew(lost, ask)
     except GONE as error:
         return str(error), _LONGEST_S
     except SyshaxError as error:
         return str(error), _LONGEST_AFTER_REFUSAL_S
+    except Exception as error:  # noqa: BLE001  (descriptors that ran out, files that cannot be read: it goes on)
+        return f"{type(error).__name__}: {error}", _LONGEST_AFTER_REFUSAL_S
     logger.info("attached to syshaxd again as session %d, while no request came", alive.newest.session_id)
     return "", _PAUSE_S

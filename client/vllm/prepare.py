@@ -101,6 +101,17 @@ def prepare(control: ControlApi, path: Path, settings: WorkerSettings, report: R
     return model
 
 
+def find_ready(control: ControlApi, path: Path, settings: WorkerSettings) -> ModelInfo:
+    """Like `prepare`, but asks for nothing and waits for nothing: raises ModelNotReadyError unless it is ready now."""
+    name, model = find_model(control, path, settings)
+    if model is None or not _is_ready(model):
+        raise ModelNotReadyError(
+            f"model {name} was unloaded", f"an administrator can load it: syshaxctl load {os.path.realpath(path)}"
+        )
+    compare_fingerprint(model, path)
+    return model
+
+
 def ask_for_model(control: ControlApi, path: Path, settings: WorkerSettings, report: Report) -> ModelInfo:
     """Like `prepare`, but leaves a load that has passed the daemon's checks to go on: vLLM starts meanwhile."""
     model = _find_or_ask(control, path, settings, report)
@@ -151,6 +162,10 @@ def _wait_until(
             raise ModelNotReadyError(
                 f"syshaxd could not load model {name} from {model.path}: {model.reason}",
                 "put that right, then start the worker again",
+            )
+        if model.state is ModelState.CONFIGURED:
+            raise ModelNotReadyError(
+                f"model {name} was unloaded", f"an administrator can load it: syshaxctl load {name}"
             )
         if time.monotonic() >= deadline:
             raise RequestTimeoutError(

@@ -223,5 +223,5 @@ def test_the_control_groups_limit_counts(tmp_path: Path, monkeypatch: pytest.Mon
         loader.check_memory(core, plan, blueprint, MemoryBudget(0, 0, 0))
     monkeypatch.setattr(loader, "memory_group_limit", lambda: (2 << 20, 900_000))
     loader.check_memory(core, plan, blueprint, MemoryBudget(0, 0, 0))
-    with pytest.raises(NoMemoryError, match="memory.reserve leaves 977 KiB to sessions"):
+    with pytest.raises(NoMemoryError, match=r"memory\.reserve leaves 977 KiB to sessions"):
         loader.check_memory(core, plan, blueprint, MemoryBudget(0, 1_000_000, 0))

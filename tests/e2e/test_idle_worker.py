@@ -19,8 +19,8 @@ import pytest
 import torch
 from services import Daemon, wait_until
 
-from syshax.errors import SessionEndedError
-from syshax.protocol import ATTACH_SOCKET, BOOT_FILE, CONTROL_SOCKET
+from syshax.errors import DaemonAbsentError, DaemonLostError, SessionEndedError
+from syshax.protocol import ATTACH_SOCKET, BOOT_FILE, CONTROL_SOCKET, LoadRequest, ModelInfo, ModelsAnswer
 
 pytestmark = pytest.mark.vllm
 
@@ -98,6 +98,39 @@ def test_a_kicked_worker_stays_away(daemon: Daemon, worker: Worker) -> None:
         worker.answer()
 
 
+def test_an_unload_is_not_undone(daemon: Daemon, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    from syshax.vllm import keeping
+
+    monkeypatch.setattr(keeping, "_LONGEST_AFTER_REFUSAL_S", 0.5)
+    before, info = worker.answer(), daemon.model("mixtral")
+    daemon.control.delete("/v1/models/mixtral?force=1")
+    time.sleep(AWAY_S)
+    assert daemon.control.get("/v1/models", ModelsAnswer).models == []
+    daemon.control.post("/v1/models", LoadRequest(name="mixtral", path=info.path), ModelInfo)
+    wait_until(lambda: is_attached(daemon), 20, "the idle worker has attached to what an administrator loaded")
+    assert torch.equal(worker.answer(), before)
+
+
+def test_a_daemon_that_restarts_while_it_loads_is_waited_for(
+    daemon: Daemon, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from syshax.vllm import attachment
+
+    real, lost = attachment.prepare, [DaemonLostError("syshaxd ended"), DaemonAbsentError("no syshaxd")]
+    monkeypatch.setattr(attachment.time, "sleep", lambda seconds: None)
+
+    def prepare(*arguments: Any) -> Any:
+        if lost:
+            raise lost.pop()
+        return real(*arguments)
+
+    monkeypatch.setattr(attachment, "prepare", prepare)
+    worker = Worker(checkpoint("mixtral"), daemon.runtime_dir)
+    assert not lost and worker.answer() is not None
+    with pytest.raises(DaemonAbsentError):
+        Worker(checkpoint("mixtral"), daemon.runtime_dir / "none")
+
+
 def test_an_engine_that_ended_leaves_no_thread(daemon: Daemon, worker: Worker) -> None:
     def threads() -> int:
         return sum(thread.name == "syshax-keeping" for thread in threading.enumerate())
@@ -109,12 +142,23 @@ def test_an_engine_that_ended_leaves_no_thread(daemon: Daemon, worker: Worker) -
     wait_until(lambda: daemon.status().sessions == 0, 5, "the session has ended")
 
 
-def test_each_further_layer_attaches_at_no_cost(daemon: Daemon, checkpoint: Callable[[str], Path]) -> None:
-    """vLLM asks for the attachment once for each layer, of which models have up to a hundred."""
+def test_each_further_layer_attaches_at_no_cost(
+    daemon: Daemon, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks for the attachment once for each layer, of which models have up to a hundred; the checkpoint may be a
+    repository's name, whose hub is far away."""
     from syshax.vllm.attachment import attach
 
+    asked: list[str] = []
+
+    def download(name: str, **_: Any) -> str:
+        asked.append(name)
+        return str(checkpoint("mixtral"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
     config: Any = SimpleNamespace(
-        model_config=SimpleNamespace(model=str(checkpoint("mixtral")), revision=None, dtype=torch.float32),
+        model_config=SimpleNamespace(model="maker/mixtral", revision=None, dtype=torch.float32),
         load_config=SimpleNamespace(download_dir=None),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=8),
         device_config=SimpleNamespace(device_type="cpu"),
@@ -123,6 +167,6 @@ def test_each_further_layer_attaches_at_no_cost(daemon: Daemon, checkpoint: Call
     first = attach(config)
     begin = time.monotonic()
     assert all(attach(config) is first for _ in range(200))
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 2 and asked == ["maker/mixtral"]
     del first
     gc.collect()

@@ -15,6 +15,7 @@ SOURCES = [
     "schedule/companions.cc",
     "ipc/ring_server.cc",
     "ipc/sigbus_guard.cc",
+    "threads/pinning.cc",
 ]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from syshax.errors import DaemonAbsentError, FingerprintError, SyshaxError
+from syshax.errors import DaemonAbsentError, FingerprintError
 from syshax.protocol import BOOT_FILE, Closing
 from syshax.vllm import keeping
 
@@ -38,13 +38,15 @@ class FakeModel:
 class FakeAttachment:
     """Answers `renew` with the errors given, then with a new session each time."""
 
-    def __init__(self, *errors: SyshaxError) -> None:
+    def __init__(self, *errors: Exception) -> None:
         self.newest: Any = FakeModel(1)
         self.errors = list(errors)
         self.tried: list[float] = []
+        self.asked: list[bool] = []
 
-    def renew(self, lost: Any) -> None:
+    def renew(self, lost: Any, ask: bool) -> None:
         assert lost is self.newest
+        self.asked.append(ask)
         self.tried.append(time.monotonic())
         if self.errors:
             raise self.errors.pop(0)
@@ -98,6 +100,27 @@ def test_an_end_that_was_meant_stays(tmp_path: Path, serves: Callable[[str], Non
     attachment.newest.end(closing)
     until(lambda: threads() <= before)
     assert attachment.tried == []
+
+
+@pytest.mark.parametrize("closing", [Closing.OPEN, Closing.STOPPED])
+@pytest.mark.parametrize("boot", ["first", "second"])
+def test_an_unload_is_not_undone(tmp_path: Path, serves: Callable[[str], None], boot: str, closing: Closing) -> None:
+    """The daemon that ended the session is there still: the model is taken if it is ready, and not asked for."""
+    attachment = FakeAttachment()
+    serves(boot)
+    keeping.keep(attachment, tmp_path)
+    attachment.newest.end(closing)
+    until(lambda: attachment.newest.session_id == 2)
+    assert attachment.asked == [boot != "first"]
+
+
+def test_what_is_no_error_of_ours_does_not_end_it(tmp_path: Path, serves: Callable[[str], None]) -> None:
+    """No descriptor left, a checkpoint's disk that fails."""
+    attachment = FakeAttachment(OSError(24, "Too many open files"))
+    serves("second")
+    keeping.keep(attachment, tmp_path)
+    attachment.newest.end(Closing.OPEN)
+    until(lambda: attachment.newest.session_id == 2)
 
 
 def test_nothing_connects_before_another_daemon_serves(tmp_path: Path, serves: Callable[[str], None]) -> None:
