@@ -19,7 +19,7 @@ from syshaxd import loader
 from syshaxd.config import Config
 from syshaxd.core import Core, CoreModel, CoreRuntime, core_errors
 from syshaxd.keeping import Found, Keeper, sort_handed
-from syshaxd.manifest import PackedModel, UnusableError, check_same_files, check_usable, configured_as
+from syshaxd.manifest import PackedModel, UnusableError, check_usable, configured_as, stamps
 from syshaxd.planner import Plan
 from syshaxd.quantities import human_size
 
@@ -57,7 +57,7 @@ def adopt_kept(
         packed = None
         try:
             packed = found.manifest()
-            model = _adopted(core, runtime, plan, config, adoption, found, packed)
+            packed, model = _adopted(core, runtime, plan, config, adoption, found, packed)
         except (UnusableError, SyshaxError) as error:
             log.warning("the kept weights of %s are discarded: %s", found.model, error, extra={"model": found.model})
             for name in found.names:
@@ -67,7 +67,7 @@ def adopt_kept(
                 adoption.load_again.setdefault(found.model, request)
         else:
             adoption.models[found.model] = packed, model
-            keeper.adopted(found)
+            keeper.adopted(found, packed)
             log.info(
                 "%s serves on: %s were kept", packed.name, human_size(packed.total_bytes), extra={"model": packed.name}
             )
@@ -86,15 +86,15 @@ def _adopted(
     adoption: Adoption,
     found: Found,
     packed: PackedModel,
-) -> CoreModel:
+) -> tuple[PackedModel, CoreModel]:
     """Raises UnusableError or one of the core's errors."""
     if found.model in adoption.models:
         raise UnusableError("another load of it serves already")
     _check_wanted(config, packed, adoption.held)
     check_usable(core, runtime, plan, packed, config.compute.huge_pages)
-    _check_checkpoint(packed)
+    packed = _check_checkpoint(packed)
     with core_errors(core):
-        return runtime.adopt_model(packed.name, packed.core_geometry, packed.format, found.descriptors())
+        return packed, runtime.adopt_model(packed.name, packed.core_geometry, packed.format, found.descriptors())
 
 
 def _check_wanted(config: Config, packed: PackedModel, held: int) -> None:
@@ -111,19 +111,22 @@ def _check_wanted(config: Config, packed: PackedModel, held: int) -> None:
         )
 
 
-def _check_checkpoint(packed: PackedModel) -> None:
-    """The files that it was read from must look the same, or have the same fingerprint. A checkpoint that is not to be
-    seen now proves nothing against weights that are there."""
+def _check_checkpoint(packed: PackedModel) -> PackedModel:
+    """The files that it was read from must look the same, or have the same fingerprint; then it is given with what they
+    look like now, so that the next restart need not read them again. A checkpoint that is not to be seen now proves
+    nothing against weights that are there."""
     path = Path(packed.path)
     try:
-        if check_same_files(packed, path):
-            return
+        seen = stamps({name: path / name for name in packed.files})
+        if seen == packed.files:
+            return packed
         fingerprint = loader.inspect(path, packed.format).fingerprint
     except (OSError, CheckpointError) as error:
         log.warning("%s serves on, though its checkpoint cannot be read now: %s", packed.name, error)
-        return
+        return packed
     if fingerprint != packed.fingerprint:
         raise UnusableError(f"the checkpoint in {path} is another one now")
+    return packed.model_copy(update={"files": seen})
 
 
 def _load_request(config: Config, name: str, packed: PackedModel | None) -> LoadRequest | None:

@@ -115,10 +115,20 @@ class Keeper:
         finally:
             os.close(descriptor)
 
-    def adopted(self, found: Found) -> None:
-        """The store holds this model already."""
+    def adopted(self, found: Found, packed: PackedModel) -> None:
+        """The store holds this model already; its manifest is replaced where it says something else than `packed`."""
         with self._lock:
             self._names[found.model] = found.names
+            if packed == found.manifest():
+                return
+            self.remove(found.names[0])
+            descriptor = manifest_file(packed)
+            try:
+                self._store.put(found.names[0], descriptor)
+            except OSError as error:
+                log.warning("%s is not kept for the next restart: %s", packed.name, error.strerror or error)
+            finally:
+                os.close(descriptor)
 
     def forget(self, name: str) -> None:
         """Takes a model out of the store, if it is there: its manifest first."""

@@ -299,13 +299,17 @@ async def test_what_an_administrator_loaded_stays_as_it_was(lives: Lives, tmp_pa
 
 
 async def test_a_checkpoint_that_changed_is_loaded_anew_a_missing_one_is_not_needed(
-    lives: Lives, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    lives: Lives, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = await first_life(lives, tmp_path)
     (tmp_path / "config.json").touch()  # touched, not changed: its fingerprint is the same
     daemon = await lives.after(daemon, configured(tmp_path))
-    first = await daemon.until("tiny", "ready")
-    assert first["origin"] == "restart"
+    assert (await daemon.until("tiny", "ready"))["origin"] == "restart"
+    with monkeypatch.context() as patch:
+        patch.setattr("syshaxd.adoption.loader.inspect", None)
+        daemon = await lives.after(daemon, configured(tmp_path))
+        first = await daemon.until("tiny", "ready")
+    assert first["origin"] == "restart", "its files were read again, although nothing touched them since"
     (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
     daemon = await lives.after(daemon, configured(tmp_path))
     assert (await daemon.until("tiny", "ready"))["origin"] == "restart"
