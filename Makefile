@@ -117,7 +117,7 @@ bench: setup-bench  ## everything measured and held against what it must reach (
 bench-ring: setup  ## the ring and the data plane under load, held against what they must reach
 	@status=0; for words in ring sessions; do $(VENV)/bin/syshaxd bench $$words || status=1; done; exit $$status
 
-bench-api: setup-bench  ## syshax-api beside a bare pass-through, held against what it must reach (QUICK=1: three minutes); plot in bench-results/
+bench-api: setup-bench  ## syshax-api beside a bare pass-through, held against what it must reach (QUICK=1: four minutes); plot in bench-results/
 	@$(VENV)/bin/syshaxd bench api $(if $(QUICK),--quick) $(BENCH_OPTIONS)
 
 bench-vllm: setup-test  ## vLLM with its experts in syshaxd against vLLM alone: 3 layers of Qwen3-30B-A3B, minutes

@@ -165,7 +165,7 @@ def _wait_until(
             )
         if model.state is ModelState.CONFIGURED:
             raise ModelNotReadyError(
-                f"model {name} was unloaded", f"an administrator can load it: syshaxctl load {name}"
+                f"model {name} was unloaded", f"an administrator can load it: syshaxctl load --name {name}"
             )
         if time.monotonic() >= deadline:
             raise RequestTimeoutError(

@@ -111,6 +111,17 @@ def connect(keeper: Supervisor, number: int) -> list[socket.socket]:
     return made
 
 
+async def refused_by_all(keeper: Supervisor, *plays: Played) -> list[socket.socket]:
+    """One client, which waits since no child has a descriptor left."""
+    await until(lambda: keeper._accepting)
+    for play in plays:
+        play.poor = True
+        play.take()
+    clients = connect(keeper, 1)
+    await until(lambda: len(keeper._children.waiting) == 1)
+    return clients
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_PAUSE_SECONDS", 0.01)
@@ -121,12 +132,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_clients_are_served_after_no_child_had_a_descriptor_for_longer_than_a_pause() -> None:
     keeper, plays = Supervisor(CONFIG), [Played(), Played()]
     async with running(keeper, *plays):
-        await until(lambda: keeper._accepting)
-        for play in plays:
-            play.poor = True
-            play.take()
-        clients = connect(keeper, 1)
-        await until(lambda: len(keeper._children.waiting) == 1)
+        clients = await refused_by_all(keeper, *plays)
         clients += connect(keeper, 2)
         await until(lambda: len(keeper._children.waiting) > 1)
         await until(lambda: all(child.full_until for child in keeper._children.by_row.values()))
@@ -142,12 +148,7 @@ async def test_clients_are_served_after_no_child_had_a_descriptor_for_longer_tha
 async def test_one_refused_connection_is_served_though_no_other_comes() -> None:
     keeper, plays = Supervisor(CONFIG), [Played(), Played()]
     async with running(keeper, *plays):
-        await until(lambda: keeper._accepting)
-        for play in plays:
-            play.poor = True
-            play.take()
-        clients = connect(keeper, 1)
-        await until(lambda: len(keeper._children.waiting) == 1)
+        clients = await refused_by_all(keeper, *plays)
         plays[0].poor = False
         await until(lambda: plays[0].taken == 1)
         clients[0].close()
